@@ -1,0 +1,1 @@
+"""Serving: requests in, tokens out. Owns the device pool, the host cache and the batch; everything below it is pure."""
