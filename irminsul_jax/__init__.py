@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from irminsul_jax.engine.engine import Engine, EngineConfig
     from irminsul_jax.engine.outputs import RequestOutput, Usage
     from irminsul_jax.errors import IrminsulError
-    from irminsul_jax.generate import Batch, GenerateOutput, decode_step, generate, init_pool, make_batch, prefill
+    from irminsul_jax.functional import Batch, GenerateOutput, decode_step, generate, init_pool, make_batch, prefill
     from irminsul_jax.sampling_params import SamplingParams
 
 _HOME = {
@@ -29,13 +29,13 @@ _HOME = {
     "RequestOutput": "engine.outputs",
     "Usage": "engine.outputs",
     "IrminsulError": "errors",
-    "Batch": "generate",
-    "GenerateOutput": "generate",
-    "decode_step": "generate",
-    "generate": "generate",
-    "init_pool": "generate",
-    "make_batch": "generate",
-    "prefill": "generate",
+    "Batch": "functional",
+    "GenerateOutput": "functional",
+    "decode_step": "functional",
+    "generate": "functional",
+    "init_pool": "functional",
+    "make_batch": "functional",
+    "prefill": "functional",
     "SamplingParams": "sampling_params",
 }
 
