@@ -1,0 +1,26 @@
+"""Attention over a paged latent pool, with the rotary keys turned by a shift while they load.
+
+`LatentPool` and `FragmentTable` are the data contract; `attention` has one public op per job. This package imports
+nothing of the rest of the project, so it can be used on its own.
+"""
+
+from pallas_kernels.attention import mla_decode, mla_extend, mla_extend_expanded
+from pallas_kernels.fragments import FragmentTable, Fragments, fragments_of, pack_fragments
+from pallas_kernels.pool import PAGE_SIZE, SCRATCH_PAGE, LatentPool, StreamSpec
+from pallas_kernels.rotary import rotate, turn_table
+
+__all__ = [
+    "PAGE_SIZE",
+    "SCRATCH_PAGE",
+    "FragmentTable",
+    "Fragments",
+    "LatentPool",
+    "StreamSpec",
+    "fragments_of",
+    "mla_decode",
+    "mla_extend",
+    "mla_extend_expanded",
+    "pack_fragments",
+    "rotate",
+    "turn_table",
+]
