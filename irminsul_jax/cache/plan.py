@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32, UInt8
 
+from irminsul_jax.cache.config import Namespace
+
 PAGE_SIZE = 64
 """Rows of one page of the latent pool; one row holds one token. (The pool's own constant; a test keeps them equal.)"""
 
@@ -67,8 +69,9 @@ class Plan:
 
     `rows[i]` is the pool row (`page * PAGE_SIZE + slot`) that serves token i, or −1 where the token is recomputed;
     `shifts[i]` is target position − base position of that row (0 where recomputed). `depths[i]` is the number of
-    generations of shifted context behind the row that serves token i, or behind the row that prefill will compute for
-    it; depth 0 is what makes a row *pure*.
+    generations of shifted context that token i hands on to whatever is computed behind it: of a recomputed token,
+    the depth of the row that prefill will compute; of a served one, the depth of its row, plus one if content led
+    there, now or when the path was published. 0 means *pure*, in exactly its own left context.
     """
 
     tokens: Int32[np.ndarray, "T"]
@@ -78,6 +81,10 @@ class Plan:
     reasons: UInt8[np.ndarray, "T"]
     depths: UInt8[np.ndarray, "T"]
     runs: tuple[Run, ...]
+    namespace: Namespace | None = None
+    """Whose rows these are; a reservation in another namespace is refused."""
+    stamp: int = 0
+    """Time of the cache's clock at planning: rows of pages handed out later are not the ones that were planned."""
 
     @property
     def num_exact(self) -> int:
