@@ -222,7 +222,7 @@ def _from_hf(cls: type[ModelConfig], config: Mapping[str, Any]) -> ModelConfig:
     dense = int(get("first_k_dense_replace", 0)) if num_experts else num_layers
     moe = _moe_from_hf(family, get, num_experts) if num_experts and dense < num_layers else None
     if moe is None:  # a dense model may still carry the routing keys
-        used |= {"n_group", "topk_group", "topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor",
+        used |= {"first_k_dense_replace", "n_group", "topk_group", "topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor",
                  "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"}  # fmt: skip
     result = cls(
         model_type=model_type,
