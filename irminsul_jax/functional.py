@@ -8,6 +8,7 @@ batch size, pool size.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, no_type_check
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from irminsul_jax.config import ModelConfig
@@ -25,7 +27,7 @@ from irminsul_jax.model.forward import forward, logits
 from irminsul_jax.model.params import Params
 from irminsul_jax.rope import inv_freq
 from irminsul_jax.sampling import Sampled, greedy, with_logprobs
-from pallas_kernels import PAGE_SIZE, FragmentTable, LatentPool, StreamSpec, fragments_of, pack_fragments
+from pallas_kernels import PAGE_SIZE, AnyArray, FragmentTable, LatentPool, StreamSpec, fragments_of, pack_fragments
 
 QUERY_BUCKETS = (64, 128, 256, 512)
 """Padded numbers of query tokens; beyond the last, multiples of it. None is below 64: with fewer rows XLA's matrix
@@ -40,11 +42,11 @@ class Batch:
     """Prompts to prefill, token by token: `tokens[i]` stands at `positions[i]` of sequence `sequence[i]`; padding has
     position −1. `last[b]` is the index of the token whose logits sequence b wants, `lengths[b]` its prompt length."""
 
-    tokens: Int32[Array, "T"]
-    positions: Int32[Array, "T"]
-    sequence: Int32[Array, "T"]
-    last: Int32[Array, "B"]
-    lengths: Int32[Array, "B"]
+    tokens: Int32[AnyArray, "T"]
+    positions: Int32[AnyArray, "T"]
+    sequence: Int32[AnyArray, "T"]
+    last: Int32[AnyArray, "B"]
+    lengths: Int32[AnyArray, "B"]
     table: FragmentTable
 
 
@@ -53,13 +55,13 @@ class Batch:
 class DecodeState:
     """Where each row of a batch stands between two decode steps."""
 
-    tokens: Int32[Array, "B"]
+    tokens: Int32[AnyArray, "B"]
     """The newest token: generated, but its row is not in the pool yet."""
-    positions: Int32[Array, "B"]
+    positions: Int32[AnyArray, "B"]
     """Its position."""
-    steps: Int32[Array, "B"]
+    steps: Int32[AnyArray, "B"]
     """Tokens generated so far, this one included."""
-    active: Bool[Array, "B"]
+    active: Bool[AnyArray, "B"]
 
 
 @no_type_check  # tree transformations put anything into the leaves
@@ -84,7 +86,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
 
-def stream_specs(config: ModelConfig, dtype: jnp.dtype) -> tuple[StreamSpec, ...]:
+def stream_specs(config: ModelConfig, dtype: DTypeLike) -> tuple[StreamSpec, ...]:
     """The two streams of an MLA pool."""
     dtype, D = jnp.dtype(dtype), config.qk_rope_head_dim
     return (
@@ -93,7 +95,7 @@ def stream_specs(config: ModelConfig, dtype: jnp.dtype) -> tuple[StreamSpec, ...
     )
 
 
-def init_pool(config: ModelConfig, num_pages: int, dtype: jnp.dtype = jnp.dtype(jnp.bfloat16)) -> LatentPool:
+def init_pool(config: ModelConfig, num_pages: int, dtype: DTypeLike = jnp.bfloat16) -> LatentPool:
     """An empty pool. `num_pages` pages of 64 tokens, one of which is scratch; `2 * (R + D) * L` bytes a token in bf16."""
     if num_pages < 2:
         raise RequestError(f"num_pages={num_pages}: a pool needs at least 2 pages, one of them is scratch")
@@ -200,14 +202,14 @@ def decode_loop(
     B, V = state.tokens.shape[0], config.vocab_size
     one = jax.eval_shape(sample, jax.ShapeDtypeStruct((B, V), jnp.float32), state.steps)
     record = jax.tree.map(lambda leaf: jnp.zeros((num_steps, *leaf.shape), leaf.dtype), one)
-    record = record.replace(tokens=record.tokens - 1)
+    record = dataclasses.replace(record, tokens=record.tokens - 1)
 
     def body(carry):
         i, record, state, pool = carry
         positions = jnp.where(state.active, state.positions, -1)
         scores, pool = decode_step(params, config, pool, state.tokens, positions, table)
         sampled = sample(scores, state.steps)
-        sampled = sampled.replace(tokens=jnp.where(state.active, sampled.tokens, -1))
+        sampled = dataclasses.replace(sampled, tokens=jnp.where(state.active, sampled.tokens, -1))
         record = jax.tree.map(lambda all_steps, now: all_steps.at[i].set(now), record, sampled)
         steps = state.steps + state.active
         state = DecodeState(
@@ -245,7 +247,9 @@ def generate(
     B = batch.last.shape[0]
     first = sample(scores, jnp.zeros(B, jnp.int32))
     ones = jnp.ones(B, jnp.int32)
-    state = DecodeState(tokens=first.tokens, positions=batch.lengths, steps=ones, active=~finished(first.tokens, ones))
+    state = DecodeState(
+        tokens=first.tokens, positions=jnp.asarray(batch.lengths), steps=ones, active=~finished(first.tokens, ones)
+    )
     rest, state, pool = decode_loop(
         params, config, pool, state, batch.table, num_steps=sampling.max_tokens - 1, sample=sample, finished=finished
     )

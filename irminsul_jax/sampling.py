@@ -10,24 +10,26 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 
+from pallas_kernels import AnyArray
+
 
 @no_type_check  # tree transformations put anything into the leaves
 @struct.dataclass
 class SamplerState:
     """Parameters of each row of a batch; the meaning of the fields is that of `SamplingParams`."""
 
-    temperature: Float32[Array, "B"]
+    temperature: Float32[AnyArray, "B"]
     """0 is greedy."""
-    top_k: Int32[Array, "B"]
+    top_k: Int32[AnyArray, "B"]
     """0 keeps all."""
-    top_p: Float32[Array, "B"]
-    min_p: Float32[Array, "B"]
-    seed: UInt32[Array, "B 2"]
+    top_p: Float32[AnyArray, "B"]
+    min_p: Float32[AnyArray, "B"]
+    seed: UInt32[AnyArray, "B 2"]
     """Low and high word of the request's seed."""
-    stop_ids: Int32[Array, "B S"]
+    stop_ids: Int32[AnyArray, "B S"]
     """Tokens that end a row; padded with −1."""
-    min_tokens: Int32[Array, "B"]
-    max_tokens: Int32[Array, "B"]
+    min_tokens: Int32[AnyArray, "B"]
+    max_tokens: Int32[AnyArray, "B"]
 
 
 @no_type_check  # tree transformations put anything into the leaves
@@ -90,7 +92,7 @@ def _draw(logits: jax.Array, state: SamplerState, step: jax.Array) -> jax.Array:
         return jnp.min(jnp.where(inside & jnp.isfinite(ranked), ranked, jnp.inf))
 
     scaled = logits / jnp.where(state.temperature > 0, state.temperature, 1.0)[:, None]
-    threshold = jax.vmap(keep_threshold)(scaled, state.top_k, state.top_p, state.min_p)
+    threshold = jax.vmap(keep_threshold)(scaled, *map(jnp.asarray, (state.top_k, state.top_p, state.min_p)))
     kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
     return jax.vmap(lambda seed, at, row: jax.random.categorical(_step_key(seed, at), row))(state.seed, step, kept)
 

@@ -5,13 +5,15 @@ nothing of the rest of the project, so it can be used on its own.
 """
 
 from pallas_kernels.attention import mla_decode, mla_extend, mla_extend_expanded
-from pallas_kernels.fragments import FragmentTable, Fragments, fragments_of, pack_fragments
+from pallas_kernels.fragments import TABLE_BUCKETS, AnyArray, Fragments, FragmentTable, fragments_of, pack_fragments
 from pallas_kernels.pool import PAGE_SIZE, SCRATCH_PAGE, LatentPool, StreamSpec
 from pallas_kernels.rotary import rotate, turn_table
 
 __all__ = [
     "PAGE_SIZE",
     "SCRATCH_PAGE",
+    "TABLE_BUCKETS",
+    "AnyArray",
     "FragmentTable",
     "Fragments",
     "LatentPool",

@@ -7,6 +7,7 @@ the query's position, not of the table.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, no_type_check
 
@@ -24,6 +25,10 @@ TABLE_BUCKETS = ((32, 8), (128, 32), (512, 128), (2048, 512), (8192, 2048), (327
 
 _NEVER = 2**30
 """Target position of a padded fragment: behind every real one."""
+
+
+AnyArray = jax.Array | np.ndarray
+"""Tables are made on the host and passed as they are; inside a jitted function they are device arrays."""
 
 
 class Fragments(NamedTuple):
@@ -45,13 +50,13 @@ class FragmentTable:
     if it lies in `[lo, hi)`. `turn` picks the row of `cos`/`sin` (`[N, D/2]`) that the keys are turned by; row 0 is no
     turn."""
 
-    page: Int32[Array, "B F"]
-    lo: Int32[Array, "B F"]
-    hi: Int32[Array, "B F"]
-    start: Int32[Array, "B F"]
-    turn: Int32[Array, "B F"]
-    cos: jax.Array
-    sin: jax.Array
+    page: Int32[AnyArray, "B F"]
+    lo: Int32[AnyArray, "B F"]
+    hi: Int32[AnyArray, "B F"]
+    start: Int32[AnyArray, "B F"]
+    turn: Int32[AnyArray, "B F"]
+    cos: AnyArray
+    sin: AnyArray
 
     @property
     def num_sequences(self) -> int:
@@ -59,7 +64,7 @@ class FragmentTable:
 
     def until(self, lengths: Int[Array, "B"]) -> FragmentTable:
         """The table without the rows at target positions `>= length`: those are reserved, but not written yet."""
-        return self.replace(hi=jnp.clip(lengths[:, None] - self.start, self.lo, self.hi))
+        return dataclasses.replace(self, hi=jnp.clip(lengths[:, None] - self.start, self.lo, self.hi))
 
     def end(self) -> Int32[Array, "B"]:
         """One past the last target position of each sequence; 0 where it has no rows."""
@@ -71,15 +76,17 @@ class FragmentTable:
         """`(page, slot, turn, valid)` of each target position; the scratch page where there is none."""
 
         f = self._last_fragment_at(sequence, position)
-        slot = position - self.start[sequence, f]
-        valid = (position >= 0) & (slot >= self.lo[sequence, f]) & (slot < self.hi[sequence, f])
-        page = jnp.where(valid, self.page[sequence, f], SCRATCH_PAGE)
-        return page, jnp.where(valid, slot, 0), jnp.where(valid, self.turn[sequence, f], 0), valid
+        page, lo, hi, start, turn = (
+            jnp.asarray(field)[sequence, f] for field in (self.page, self.lo, self.hi, self.start, self.turn)
+        )
+        slot = position - start
+        valid = (position >= 0) & (slot >= lo) & (slot < hi)
+        return jnp.where(valid, page, SCRATCH_PAGE), jnp.where(valid, slot, 0), jnp.where(valid, turn, 0), valid
 
     def _last_fragment_at(self, sequence: jax.Array, position: jax.Array) -> jax.Array:
         """Index of the last fragment that begins at or before `position` (0 if none does). A binary search of single
         gathers: `searchsorted` under vmap would copy the whole row of the table for each position."""
-        first = self.start + self.lo
+        first = jnp.asarray(self.start) + jnp.asarray(self.lo)
         size = first.shape[1]
         found = jnp.zeros(jnp.broadcast_shapes(jnp.shape(sequence), jnp.shape(position)), jnp.int32)
         step = 1 << max(size - 1, 0).bit_length()
@@ -102,16 +109,15 @@ def fragments_of(rows: Int32[np.ndarray, "S"], shifts: Int32[np.ndarray, "S"]) -
     return Fragments(pages[first], lo, lo + length, first - lo, shifts[first])
 
 
-def pack_fragments(sequences: Sequence[Fragments], inv_freq: Float64[np.ndarray, "D2"]) -> FragmentTable:
-    """A padded table of NumPy arrays, ready to be passed to a jitted function. The size is the first of `TABLE_BUCKETS`
-    that fits, so that few different programs are compiled; beyond the largest it doubles."""
+def pack_fragments(
+    sequences: Sequence[Fragments], inv_freq: Float64[np.ndarray, "D2"], bucket: tuple[int, int] | None = None
+) -> FragmentTable:
+    """A padded table of NumPy arrays, ready to be passed to a jitted function. The size is `bucket`, or the first of
+    `TABLE_BUCKETS` that fits, so that few different programs are compiled; beyond the largest it doubles."""
     distinct = np.unique(np.concatenate([[0], *(s.shift for s in sequences)]))
     shifts = np.concatenate([[0], distinct[distinct != 0]]).astype(np.int64)
     longest = max((len(s.page) for s in sequences), default=0)
-    size, turns = next(
-        ((f, n) for f, n in TABLE_BUCKETS if longest <= f and len(shifts) <= n),
-        (_next_power_of_two(max(longest, 4 * len(shifts))), _next_power_of_two(max(longest // 4, len(shifts)))),
-    )
+    size, turns = bucket or _bucket_for(longest, len(shifts))
     table = {name: np.zeros((len(sequences), size), np.int32) for name in ("page", "lo", "hi", "turn")}
     table["page"][:] = SCRATCH_PAGE
     table["start"] = np.full((len(sequences), size), _NEVER, np.int32)
@@ -125,5 +131,11 @@ def pack_fragments(sequences: Sequence[Fragments], inv_freq: Float64[np.ndarray,
     return FragmentTable(**table, cos=cos, sin=sin)
 
 
-def _next_power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 1).bit_length()
+def _bucket_for(num_fragments: int, num_shifts: int) -> tuple[int, int]:
+    size, turns = TABLE_BUCKETS[-1]
+    for bucket in TABLE_BUCKETS:
+        if num_fragments <= bucket[0] and num_shifts <= bucket[1]:
+            return bucket
+    while num_fragments > size or num_shifts > turns:
+        size, turns = 2 * size, 2 * turns
+    return size, turns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import no_type_check
 
@@ -70,4 +71,4 @@ class LatentPool:
         for name, values in rows.items():
             i = self._index(name)
             arrays[i] = arrays[i].at[layer, page, slot].set(values.astype(arrays[i].dtype), mode="promise_in_bounds")
-        return self.replace(arrays=tuple(arrays))
+        return dataclasses.replace(self, arrays=tuple(arrays))

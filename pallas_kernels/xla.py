@@ -42,7 +42,7 @@ def _load_block(
     valid &= positions < limit
     c_kv = jnp.where(valid[..., None], pool.read("c_kv", layer, page, slot), 0)
     k_r = jnp.where(valid[..., None], pool.read("k_r", layer, page, slot), 0)
-    return c_kv, rotate_by_table(k_r, turn, table.cos, table.sin), valid
+    return c_kv, rotate_by_table(k_r, turn, jnp.asarray(table.cos), jnp.asarray(table.sin)), valid
 
 
 def _fold(state: State, scores: Float32[Array, "*q S"], mask: Bool[Array, "*q S"], values: Callable) -> State:

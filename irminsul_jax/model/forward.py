@@ -10,17 +10,17 @@ from irminsul_jax.config import ModelConfig
 from irminsul_jax.model.attention import Form, attention, latent_rows
 from irminsul_jax.model.layers import dot, mlp, rms_norm, rope_at
 from irminsul_jax.model.moe import moe
-from irminsul_jax.model.params import MoeParams, Params
-from pallas_kernels import FragmentTable, LatentPool
+from irminsul_jax.model.params import MlpParams, Params
+from pallas_kernels import AnyArray, FragmentTable, LatentPool
 
 
 def forward(
     params: Params,
     config: ModelConfig,
     pool: LatentPool,
-    tokens: Int[Array, "T"],
-    positions: Int[Array, "T"],
-    sequence: Int[Array, "T"],
+    tokens: Int[AnyArray, "T"],
+    positions: Int[AnyArray, "T"],
+    sequence: Int[AnyArray, "T"],
     table: FragmentTable,
     form: Form,
 ) -> tuple[Float[Array, "T H"], LatentPool]:
@@ -30,6 +30,7 @@ def forward(
     Position −1 is padding. With form `decode` there is one token per sequence, in order. Rows of a layer are written
     before its attention reads, so tokens see each other through the pool.
     """
+    tokens, positions, sequence = jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(sequence)
     page, slot, _, _ = table.locate(sequence, positions)
     cos, sin = rope_at(config, positions)
     h = params.embedding[tokens]
@@ -39,10 +40,7 @@ def forward(
             pool = pool.write(i, page, slot, **latent_rows(layer.attention, config, x, cos, sin))
             h = h + attention(layer.attention, config, x, cos, sin, positions, sequence, pool, i, table, form)
             x = rms_norm(h, layer.mlp_norm, config.norm_eps)
-            if isinstance(layer.mlp, MoeParams) and config.moe is not None:
-                h = h + moe(layer.mlp, config.moe, x)
-            else:
-                h = h + mlp(layer.mlp, x)
+            h = h + (mlp(layer.mlp, x) if isinstance(layer.mlp, MlpParams) else moe(layer.mlp, config, x))
     return h, pool
 
 

@@ -7,14 +7,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from irminsul_jax.config import MoeConfig
+from irminsul_jax.config import ModelConfig, MoeConfig
+from irminsul_jax.errors import ConfigError
 from irminsul_jax.model.layers import dot, mlp
 from irminsul_jax.model.params import MoeParams
 
 
-def moe(params: MoeParams, config: MoeConfig, x: Float[Array, "T H"]) -> Float[Array, "T H"]:
+def moe(params: MoeParams, config: ModelConfig, x: Float[Array, "T H"]) -> Float[Array, "T H"]:
     """Routed experts plus the shared ones."""
-    experts, weights = route(params, config, x)
+    if config.moe is None:
+        raise ConfigError("this model configuration has no experts, but the parameters of the layer have")
+    experts, weights = route(params, config.moe, x)
     out = experts_dense(params, experts, weights, x)
     return out if params.shared is None else out + mlp(params.shared, x)
 

@@ -10,7 +10,7 @@ half-split layout (all first halves of the pairs, then all second halves).
 
 from __future__ import annotations
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from irminsul_jax.config import ModelConfig
 
-Array = jax.Array | jax.ShapeDtypeStruct
+Array = jax.Array
 
 
 @no_type_check  # tree transformations put anything into the leaves
@@ -86,7 +86,7 @@ def layer_shapes(config: ModelConfig, layer: int, dtype: jnp.dtype) -> LayerPara
     c = config
     H, A, R, D = c.hidden_dim, c.num_heads, c.kv_lora_rank, c.qk_rope_head_dim
 
-    def s(*shape: int, dtype: jnp.dtype = dtype) -> jax.ShapeDtypeStruct:
+    def s(*shape: int, dtype: jnp.dtype = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def mlp_shapes(width: int) -> MlpParams:
@@ -125,9 +125,13 @@ def layer_shapes(config: ModelConfig, layer: int, dtype: jnp.dtype) -> LayerPara
 def param_shapes(config: ModelConfig, dtype: jnp.dtype) -> Params:
     """The whole parameter tree as `jax.ShapeDtypeStruct`s, for restoring a checkpoint or planning its memory."""
     V, H = config.vocab_size, config.hidden_dim
+
+    def s(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
     return Params(
-        embedding=jax.ShapeDtypeStruct((V, H), dtype),
+        embedding=s(V, H),
         layers=tuple(layer_shapes(config, i, dtype) for i in range(config.num_layers)),
-        norm=jax.ShapeDtypeStruct((H,), dtype),
-        lm_head=None if config.tie_embeddings else jax.ShapeDtypeStruct((H, V), dtype),
+        norm=s(H),
+        lm_head=None if config.tie_embeddings else s(H, V),
     )
