@@ -59,6 +59,12 @@ class Checkpoint:
         path = self.path / "generation_config.json"
         return _read_json(path) if path.exists() else {}
 
+    @cached_property
+    def hf_config(self) -> dict[str, Any]:
+        """The original `config.json`, for what is not part of the architecture (end-of-sequence ids, say)."""
+        path = self.path / "config.json"
+        return _read_json(path) if path.exists() else {}
+
     @property
     def tokenizer_path(self) -> Path | None:
         return self.path / self.manifest.tokenizer if self.manifest.tokenizer else None

@@ -255,4 +255,4 @@ def generate(
     )
     tokens = jnp.concatenate([first.tokens[None], rest.tokens]).T
     logprobs = jnp.concatenate([first.logprobs[None], rest.logprobs]).T
-    return GenerateOutput(tokens=tokens, lengths=state.steps, logprobs=jnp.where(tokens >= 0, logprobs, 0.0), pool=pool)
+    return GenerateOutput(tokens=tokens, lengths=jnp.asarray(state.steps), logprobs=jnp.where(tokens >= 0, logprobs, 0.0), pool=pool)

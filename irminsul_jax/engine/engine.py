@@ -51,7 +51,7 @@ class Engine:
         self.tokenizer: Tokenizer | None = None
         if checkpoint.tokenizer_path is not None:
             self.tokenizer = Tokenizer.from_directory(checkpoint.path, vocab_size=self.config.vocab_size)
-        self.eos_ids = eos_token_ids(checkpoint.generation_config, {}, self.tokenizer)
+        self.eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.hf_config, self.tokenizer)
         self.default_sampling = SamplingParams.from_generation_config(checkpoint.generation_config)
         self.max_model_len = min(self.options.max_model_len or self.config.max_position, self.config.max_position)
         params = checkpoint.params
@@ -222,6 +222,7 @@ class Engine:
 
     def _step(self) -> None:
         try:
+            self._drop_cancelled()
             self._admit()
             self._retire()
             if any(slot is not None for slot in self._slots):
@@ -229,6 +230,17 @@ class Engine:
             self._retire()
         except jax.errors.JaxRuntimeError as error:
             self._recover(error)
+        except BaseException as error:  # an interrupt, say: the pool may be lost all the same
+            self._recover(error)
+            raise
+
+    def _drop_cancelled(self) -> None:
+        with self._inbox_lock:
+            cancelled = [request for request in self._waiting if request.cancelled]
+            for request in cancelled:
+                self._waiting.remove(request)
+        for request in cancelled:
+            self._end(request, "cancelled")
 
     def _admit(self) -> None:
         """Plans and prefills waiting requests, oldest first, until slots or pages run out. Rows are published right after
@@ -236,18 +248,12 @@ class Engine:
         for index, slot in enumerate(self._slots):
             if slot is not None:
                 continue
-            while True:
-                with self._inbox_lock:
-                    request = self._waiting[0] if self._waiting else None
-                if request is None:
-                    return
-                if not request.cancelled and not self._start(request, index):
-                    return
-                with self._inbox_lock:
-                    self._waiting.remove(request)
-                if not request.cancelled:
-                    break
-                self._end(request, "cancelled")
+            with self._inbox_lock:
+                request = self._waiting[0] if self._waiting else None
+            if request is None or not self._start(request, index):
+                return
+            with self._inbox_lock:
+                self._waiting.popleft()
 
     def _start(self, request: Request, index: int) -> bool:
         """Plans, reserves and prefills one request into a slot; False if its pages do not fit now."""
@@ -272,7 +278,7 @@ class Engine:
             request, reservation = slot.request, slot.request.reservation
             if reservation is not None:
                 # The newest token was sampled but never computed; of tokens behind a stop string nothing is kept.
-                known = [*request.token_ids][: slot.position - len(request.prompt)]
+                known = request.token_ids[: slot.position - len(request.prompt)]
                 self._cache.publish(reservation, np.concatenate([request.prompt, np.array(known, np.int32)]))
                 self._cache.release(reservation)
             self._end(request, request.finish_reason or "cancelled")
@@ -283,7 +289,7 @@ class Engine:
             self._requests.pop(request.id, None)
         self._outbox.append(request.output())
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, error: BaseException) -> None:
         """After a failed device call: the pool was donated to it, so pool, tree and index start anew together. Requests
         that ran are queued again in their order (same seed, same tokens), or given back with the error if that happened
         before."""
