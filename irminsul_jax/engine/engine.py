@@ -25,7 +25,7 @@ from irminsul_jax.checkpoint import Checkpoint, load_checkpoint
 from irminsul_jax.engine.options import EngineConfig
 from irminsul_jax.engine.outputs import RequestOutput
 from irminsul_jax.engine.request import Prompt, Request, parse_prompt
-from irminsul_jax.engine.runner import Runner, Slot, enable_compile_cache
+from irminsul_jax.engine.runner import Runner, Slot, enable_compile_cache, num_compilations
 from irminsul_jax.errors import RequestError
 from irminsul_jax.functional import check_prompt
 from irminsul_jax.sampling_params import SamplingParams, eos_token_ids
@@ -199,7 +199,8 @@ class Engine:
 
     @property
     def num_compilations(self) -> int:
-        return self._runner.num_compilations()
+        """Programs compiled in this process so far (engines of one process share them)."""
+        return num_compilations()
 
     def cache_stats(self) -> dict[str, int]:
         """Pages free, evictable, held and in total, and what the cache has done so far."""
@@ -267,6 +268,7 @@ class Engine:
         new = reservation.plan.recompute_positions
         self._slots[index] = self._runner.prefill(request, reservation.rows, reservation.shifts, new)
         self._cache.publish(reservation, request.prompt)
+        request.donor_id = reservation.donor_id if reservation.donor_id >= 0 else None
         return True
 
     def _retire(self) -> None:

@@ -53,6 +53,8 @@ class RequestOutput:
     usage: Usage
     plan: Plan | None
     """How the prompt was served; None if the request ended before it was planned."""
+    donor_id: int | None
+    """What later plans call this request in `Run.donor`; None if it published nothing."""
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
 

@@ -44,12 +44,13 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     detokenizer: Detokenizer | None = None
+    donor_id: int | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
 
     def restart(self) -> None:
         """Back to the state of a waiting request. The same seed will give the same tokens again."""
-        self.plan = self.reservation = None
+        self.plan = self.reservation = self.donor_id = None
         self.planned_at = self.first_token_at = None
         self.token_ids, self.logprobs = [], []
         stop, min_tokens = self.sampling.stop, self.sampling.min_tokens
@@ -100,6 +101,7 @@ class Request:
             finish_reason=self.finish_reason or "error",
             usage=usage,
             plan=self.plan,
+            donor_id=self.donor_id,
             logprobs=self.logprobs if self.sampling.logprobs is not None else None,
             error=self.error,
         )

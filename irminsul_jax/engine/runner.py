@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,6 @@ class Runner:
     def __init__(self, params: Params, config: ModelConfig, options: EngineConfig, num_pages: int):
         self.params, self.config, self.options, self.num_pages = params, config, options, num_pages
         self._inv_freq = inv_freq(config.rope, config.qk_rope_head_dim)
-        self._prefill = jax.jit(prefill, static_argnames=("config", "form"), donate_argnames="pool")
-        self._first = jax.jit(_sample_first, static_argnames=("all_greedy", "num_top"))
-        self._decode = jax.jit(
-            _decode_loop, static_argnames=("config", "num_steps", "all_greedy", "num_top"), donate_argnames="pool"
-        )
         self.reset()
 
     def reset(self) -> None:
@@ -56,11 +52,6 @@ class Runner:
         device = next(iter(embedding.sharding.device_set))
         self.pool: LatentPool = jax.device_put(init_pool(self.config, self.num_pages, dtype), device)
 
-    def num_compilations(self) -> int:
-        """Programs compiled (or taken from the persistent cache) so far."""
-        programs: tuple[Any, ...] = (self._prefill, self._first, self._decode)
-        return sum(program._cache_size() for program in programs)
-
     def prefill(self, request: Request, rows: np.ndarray, shifts: np.ndarray, new: np.ndarray) -> Slot:
         """Computes the tokens at the positions `new` of the request's prompt, in chunks, and samples its first token."""
         fragments = fragments_of(rows, shifts)
@@ -68,7 +59,7 @@ class Runner:
         for start in range(0, len(new), self.options.prefill_chunk):
             positions = new[start : start + self.options.prefill_chunk]
             scores = self._prefill_chunk(request.prompt[positions], positions, table)
-        sampled = jax.device_get(self._first(scores, sampler_state([request]), **_statics([request])))
+        sampled = jax.device_get(_sample_first(scores, sampler_state([request]), **_statics([request])))
         _take(request, sampled, (0,))
         return Slot(request=request, fragments=fragments, position=len(request.prompt))
 
@@ -109,7 +100,7 @@ class Runner:
                 if size >= longest:
                     break
             for all_greedy in (True, False):
-                self._first(scores, sampler_state([None]), all_greedy=all_greedy, num_top=0)
+                _sample_first(scores, sampler_state([None]), all_greedy=all_greedy, num_top=0)
                 table = pack_fragments([_NO_FRAGMENTS] * rows, self._inv_freq, bucket)
                 self._decode_block(state, table, sampler_state([None] * rows), all_greedy=all_greedy, num_top=0)
         jax.block_until_ready(self.pool.arrays)
@@ -125,13 +116,13 @@ class Runner:
             lengths=positions[-1:] + 1,
             table=table,
         )
-        scores, self.pool = self._prefill(self.params, self.config, self.pool, batch, form=self.options.attention_form)
+        scores, self.pool = _prefill(self.params, self.config, self.pool, batch, form=self.options.attention_form)
         return scores
 
     def _decode_block(
         self, state: DecodeState, table: FragmentTable, sampler: SamplerState, *, all_greedy: bool, num_top: int
     ) -> Sampled:
-        sampled, self.pool = self._decode(
+        sampled, self.pool = _decode(
             self.params,
             self.config,
             self.pool,
@@ -148,11 +139,17 @@ class Runner:
 _NO_FRAGMENTS = fragments_of(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
+# Compiled programs are shared by all engines of a process.
+_prefill = jax.jit(prefill, static_argnames=("config", "form"), donate_argnames="pool")
+
+
+@partial(jax.jit, static_argnames=("all_greedy", "num_top"))
 def _sample_first(scores: jax.Array, sampler: SamplerState, *, all_greedy: bool, num_top: int) -> Sampled:
     return sample_rows(scores, sampler, jnp.zeros(len(scores), jnp.int32), all_greedy=all_greedy, num_top=num_top)
 
 
-def _decode_loop(
+@partial(jax.jit, static_argnames=("config", "num_steps", "all_greedy", "num_top"), donate_argnames="pool")
+def _decode(
     params: Params,
     config: ModelConfig,
     pool: LatentPool,
@@ -179,6 +176,12 @@ def _decode_loop(
         finished=finished,
     )
     return sampled, pool
+
+
+def num_compilations() -> int:
+    """Programs that this process compiled, or took from the persistent cache, for its engines."""
+    programs: tuple[Any, ...] = (_prefill, _sample_first, _decode)
+    return sum(program._cache_size() for program in programs)
 
 
 def sampler_state(requests: Sequence[Request | None]) -> SamplerState:

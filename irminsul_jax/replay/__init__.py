@@ -1,0 +1,1 @@
+"""Replay of recorded agent traffic: read traces, render prompts, plan or serve them under several policies, report."""
