@@ -17,7 +17,7 @@ def turn_table(
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def rotate(x: Float[Array, "*n D"], cos: Float[Array, "*n D2"], sin: Float[Array, "*n D2"]) -> Float[Array, "*n D"]:
+def rotate(x: Float[Array, "*n D"], cos: Float[Array, "*#n D2"], sin: Float[Array, "*#n D2"]) -> Float[Array, "*n D"]:
     """Rotates half-split pairs `(x[i], x[i + D/2])` in float32, then rounds once to the dtype of `x`. A row with cos 1
     and sin 0 comes back bit-identical."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

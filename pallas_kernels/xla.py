@@ -45,7 +45,7 @@ def _load_block(
     return c_kv, rotate_by_table(k_r, turn, jnp.asarray(table.cos), jnp.asarray(table.sin)), valid
 
 
-def _fold(state: State, scores: Float32[Array, "*q S"], mask: Bool[Array, "*q S"], values: Callable) -> State:
+def _fold(state: State, scores: Float32[Array, "*q S"], mask: Bool[Array, "*#q S"], values: Callable) -> State:
     """One step of the online softmax; `values(p)` is the product of the weights `[*q, S]` with the block's values.
 
     The running maximum is rounded up to a whole power of two (`top` counts in units of ln 2), so rescaling is exact, and
@@ -172,11 +172,12 @@ def extend_expanded(
 ) -> tuple[Float32[Array, "T H W"], Float32[Array, "T H"]]:
     T, H, _ = q_nope.shape
     dtype = q_nope.dtype
+    q_nope, q_rope = q_nope.swapaxes(0, 1), q_rope.swapaxes(0, 1)  # heads in front: products without transposition
 
     def fold(state: State, c_kv: jax.Array, k_r: jax.Array, mask: jax.Array) -> State:
         keys = _dot("sr,hnr->hsn", c_kv, key_up).astype(dtype)
         values = _dot("sr,hrw->hsw", c_kv, value_up).astype(dtype)
-        scores = (_dot("thn,hsn->hts", q_nope, keys) + _dot("thd,sd->hts", q_rope, k_r)) * scale
+        scores = (_dot("htn,hsn->hts", q_nope, keys) + _dot("htd,sd->hts", q_rope, k_r)) * scale
         return _fold(state, scores, mask[None], lambda p: _dot("hts,hsw->htw", p.astype(dtype), values))
 
     state = _start((H, T), value_up.shape[-1])
