@@ -51,8 +51,8 @@ def interleaved_medians(
     falls on all alike. A candidate has to wait for its own result."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for i in range(warm_up + rounds):
-        order = list(candidates) if i % 2 else list(reversed(candidates))
-        for name in order:
+        names = list(candidates)
+        for name in names if i % 2 else names[::-1]:
             started = time.perf_counter()
             candidates[name]()
             if i >= warm_up:

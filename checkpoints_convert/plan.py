@@ -67,8 +67,9 @@ class Part:
 
     @property
     def peak_bytes(self) -> int:
-        """Host memory while it is written: the storage layer copies it once, in chunks once more."""
-        return self.nbytes * (3 if self.chunked else 2)
+        """Host memory while it is written: the storage layer copies it once; in chunks it was seen to hold up to two
+        more copies in flight (`benchmarks/converter.py`)."""
+        return self.nbytes * (4 if self.chunked else 2)
 
 
 @dataclass(frozen=True, kw_only=True)
