@@ -95,11 +95,20 @@ def stream_specs(config: ModelConfig, dtype: DTypeLike) -> tuple[StreamSpec, ...
     )
 
 
-def init_pool(config: ModelConfig, num_pages: int, dtype: DTypeLike = jnp.bfloat16) -> LatentPool:
-    """An empty pool. `num_pages` pages of 64 tokens, one of which is scratch; `2 * (R + D) * L` bytes a token in bf16."""
+def init_pool(
+    config: ModelConfig,
+    num_pages: int,
+    dtype: DTypeLike = jnp.bfloat16,
+    device: jax.Device | jax.sharding.Sharding | None = None,
+) -> LatentPool:
+    """An empty pool. `num_pages` pages of 64 tokens, one of which is scratch; `2 * (R + D) * L` bytes a token in bf16.
+
+    It is committed to `device` (default: the first), as the pools that jitted functions return are: an uncommitted one
+    would make the second call compile again."""
     if num_pages < 2:
         raise RequestError(f"num_pages={num_pages}: a pool needs at least 2 pages, one of them is scratch")
-    return LatentPool.create(stream_specs(config, dtype), num_layers=config.num_layers, num_pages=num_pages)
+    pool = LatentPool.create(stream_specs(config, dtype), num_layers=config.num_layers, num_pages=num_pages)
+    return jax.device_put(pool, device or jax.devices()[0])
 
 
 def query_bucket(num_tokens: int) -> int:
@@ -108,7 +117,9 @@ def query_bucket(num_tokens: int) -> int:
     return next((b for b in QUERY_BUCKETS if num_tokens <= b), -(-num_tokens // top) * top)
 
 
-def make_batch(prompts: Sequence[Sequence[int]], config: ModelConfig, *, max_tokens: int, first_page: int = 1) -> Batch:
+def make_batch(
+    prompts: Sequence[Sequence[int] | np.ndarray], config: ModelConfig, *, max_tokens: int, first_page: int = 1
+) -> Batch:
     """A batch of whole prompts, each in fresh consecutive pages from `first_page` on, with room for `max_tokens`.
 
     Raises `RequestError` for an empty prompt, a token outside the vocabulary, or a length beyond the model's context."""
@@ -255,4 +266,6 @@ def generate(
     )
     tokens = jnp.concatenate([first.tokens[None], rest.tokens]).T
     logprobs = jnp.concatenate([first.logprobs[None], rest.logprobs]).T
-    return GenerateOutput(tokens=tokens, lengths=jnp.asarray(state.steps), logprobs=jnp.where(tokens >= 0, logprobs, 0.0), pool=pool)
+    return GenerateOutput(
+        tokens=tokens, lengths=jnp.asarray(state.steps), logprobs=jnp.where(tokens >= 0, logprobs, 0.0), pool=pool
+    )

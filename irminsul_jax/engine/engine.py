@@ -89,11 +89,16 @@ class Engine:
 
     def submit(self, prompt: Prompt, sampling: SamplingParams | None = None) -> str:
         """Queues one request and returns its id. Thread-safe. Raises `RequestError` if it can never be served."""
+        request = self._prepare(prompt, sampling)
+        self._enqueue([request])
+        return request.id
+
+    def _prepare(self, prompt: Prompt, sampling: SamplingParams | None) -> Request:
+        """A request that can be served once there is room. Raises `RequestError` if it never can."""
         ids, salt = parse_prompt(prompt, self.tokenizer)
         merged = (sampling or SamplingParams()).with_defaults(self.default_sampling)
         check_prompt(ids, self.config.vocab_size, len(ids) + merged.max_tokens, self.max_model_len)
-        if merged.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids")
+        self._check_sampling(merged)
         needed, total = -(-(len(ids) + merged.max_tokens) // PAGE_SIZE), self._cache.total_pages
         if needed > total:
             raise RequestError(
@@ -106,17 +111,30 @@ class Engine:
             id=f"request-{number}",
             prompt=ids,
             sampling=merged,
-            seed=merged.seed if merged.seed is not None else self.options.seed + (number << 32),
+            seed=merged.seed if merged.seed is not None else (self.options.seed + (number << 32)) % 2**64,
             stop_ids=tuple(sorted(stop_ids)),
             eos_ids=self.eos_ids,
             namespace=Namespace(model=self._model_key, salt=salt),
             tokenizer=self.tokenizer,
         )
         request.restart()
+        return request
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        vocab = self.config.vocab_size
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids")
+        if sampling.logprobs is not None and sampling.logprobs > vocab:
+            raise RequestError(f"logprobs={sampling.logprobs} is more than the model's vocabulary of {vocab}; lower it")
+        if outside := [token for token in sampling.stop_token_ids if token >= vocab]:
+            raise RequestError(
+                f"stop_token_ids holds {outside[0]}, which is outside the model's vocabulary of {vocab}; remove it"
+            )
+
+    def _enqueue(self, requests: Sequence[Request]) -> None:
         with self._inbox_lock:
-            self._requests[request.id] = request
-            self._waiting.append(request)
-        return request.id
+            self._requests.update((request.id, request) for request in requests)
+            self._waiting.extend(requests)
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request at the next step; what it computed so far stays reusable. Thread-safe. False if it is not known
@@ -151,16 +169,19 @@ class Engine:
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one per prompt")
-        ids: list[str] = []
-        try:
-            for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-                with _naming_prompt(number, len(prompts)):
-                    ids.append(self.submit(prompt, one))
-            return self._run(ids)
-        except BaseException:
-            for request_id in ids:
-                self.cancel(request_id)
-            raise
+        requests = []
+        for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            with _naming_prompt(number, len(prompts)):
+                requests.append(self._prepare(prompt, one))
+        ids = [request.id for request in requests]
+        with self._owner_lock:  # from before they are queued: a `step` elsewhere must not take their outputs
+            try:
+                self._enqueue(requests)
+                return self._run(ids)
+            except BaseException:
+                for request_id in ids:
+                    self.cancel(request_id)
+                raise
 
     def chat(
         self,

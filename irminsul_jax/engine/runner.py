@@ -45,12 +45,11 @@ class Runner:
         self.reset()
 
     def reset(self) -> None:
-        """A new, empty pool, committed to the device of the parameters as all later ones are (else the second call would
-        compile again)."""
+        """A new, empty pool, on the device of the parameters."""
         embedding = self.params.embedding
         dtype = jnp.dtype(self.options.cache_dtype or embedding.dtype)
         device = next(iter(embedding.sharding.device_set))
-        self.pool: LatentPool = jax.device_put(init_pool(self.config, self.num_pages, dtype), device)
+        self.pool: LatentPool = init_pool(self.config, self.num_pages, dtype, device)
 
     def prefill(self, request: Request, rows: np.ndarray, shifts: np.ndarray, new: np.ndarray) -> Slot:
         """Computes the tokens at the positions `new` of the request's prompt, in chunks, and samples its first token."""
@@ -192,12 +191,12 @@ def sampler_state(requests: Sequence[Request | None]) -> SamplerState:
         if r is not None:
             stop_ids[b, : len(r.stop_ids)] = r.stop_ids
 
-    def column(value: Callable[[Request], float], idle: float, dtype: type) -> np.ndarray:
+    def column(value: Callable[[Request], float | int], idle: float | int, dtype: type) -> np.ndarray:
         return np.array([idle if r is None else value(r) for r in requests], dtype)
 
     return SamplerState(
         temperature=column(lambda r: r.sampling.temperature, 0, np.float32),
-        top_k=column(lambda r: max(r.sampling.top_k, 0), 0, np.int32),
+        top_k=column(lambda r: min(r.sampling.top_k, 2**30), 0, np.int32),
         top_p=column(lambda r: r.sampling.top_p, 1, np.float32),
         min_p=column(lambda r: r.sampling.min_p, 0, np.float32),
         seed=np.stack(

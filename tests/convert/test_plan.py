@@ -165,7 +165,8 @@ def test_large_stacks_are_parts_of_their_own():
     big = [p for p in parts if p.chunked]
     assert [p.name for p in big] == [f"layers/1/mlp/{n}" for n in ("gate", "up", "down")]
     layer = sum(p.nbytes for p in parts if p.name.startswith("layers/1/"))
-    assert max(p.peak_bytes for p in parts) <= layer
+    # Four times one of three stacks, where the whole layer in one part would take twice the layer.
+    assert max(p.peak_bytes for p in parts) <= 1.5 * layer
 
 
 def _size(shape):

@@ -1,0 +1,1 @@
+"""The model and the pure functions: against transformers, against the float64 reference, and against themselves."""
