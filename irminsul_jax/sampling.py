@@ -64,7 +64,7 @@ def sample_rows(
 def with_logprobs(logits: Float32[Array, "B V"], tokens: Int[Array, "B"], num_top: int) -> Sampled:
     log_total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - log_total
-    top, top_ids = jax.lax.top_k(logits, num_top)
+    top, top_ids = jax.lax.top_k(logits, min(num_top, logits.shape[-1]))
     return Sampled(tokens.astype(jnp.int32), chosen, top_ids.astype(jnp.int32), top - log_total[:, None])
 
 

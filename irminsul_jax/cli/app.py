@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from irminsul_jax.errors import ConfigError, IrminsulError
+from irminsul_jax.errors import ConfigError, IrminsulError, RequestError
 
-EXIT_ERROR, EXIT_SKIPPED = 2, 3
+EXIT_BUG, EXIT_ERROR, EXIT_INCOMPLETE = 1, 2, 3
 
 app = typer.Typer(
     name="irminsul",
@@ -22,26 +25,46 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Serve agent prompts of MLA models from a position-independent latent cache.\n\n"
     "Try [bold]irminsul replay --demo[/bold] first: it makes a small model and needs no download.",
+    epilog="Exit status: 0 fine, 2 an error that one line explains, 3 finished but some lines or requests of a trace were "
+    "skipped, 1 a bug.",
 )
 
 
 def main() -> None:
-    """Console entry: errors of this project become one line and exit status 2."""
+    """Console entry: errors of this project become one line and exit status 2, anything else one line and status 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except IrminsulError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(EXIT_ERROR)
+        _fail(f"error: {error}", EXIT_ERROR)
+    except Exception as error:
+        if os.environ.get("IRMINSUL_DEBUG"):
+            traceback.print_exc()
+        reason = " ".join(str(error).split())[:300]
+        _fail(
+            f"error: {type(error).__name__}: {reason} (this is a bug; run with IRMINSUL_DEBUG=1 for the traceback)",
+            EXIT_BUG,
+        )
 
 
-def _version(wanted: bool) -> None:
+def _fail(line: str, status: int) -> None:
+    Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(status)
+
+
+def _version(wanted: bool) -> bool:
     if not wanted:
-        return
+        return wanted
     import jax
 
     from irminsul_jax import __version__
 
-    devices = ", ".join(f"{device.device_kind} ({device.platform})" for device in jax.devices())
+    try:
+        devices = ", ".join(f"{device.device_kind} ({device.platform})" for device in jax.devices())
+    except RuntimeError as error:
+        devices = f"none can be used ({' '.join(str(error).split())})"
     print(f"irminsul-jax {__version__}\njax {jax.__version__}\ndevices: {devices}")
     raise typer.Exit
 
@@ -56,22 +79,29 @@ def root(
 
 
 @app.command(
-    epilog="Examples:  irminsul replay --demo  |  irminsul replay trace.jsonl.xz --tokenizer tokenizer.json --plan-only "
-    "--early-variation --policy prefix,cdc,anchor  |  irminsul replay trace.jsonl --model ./checkpoint --out results"
+    epilog="Examples:\n\nirminsul replay --demo\n\n"
+    "irminsul replay trace.jsonl.xz --tokenizer tokenizer.json --plan-only --early-variation --policy prefix,cdc,anchor\n\n"
+    "irminsul replay monday.jsonl.zst tuesday.jsonl --model ./checkpoint --limit 100 --out results"
 )
 def replay(
     traces: Annotated[list[Path] | None, typer.Argument(metavar="TRACE...", help=".jsonl, .xz or .zst files.")] = None,
     model: Annotated[Path | None, typer.Option(help="Converted checkpoint to serve with.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json; default: the model's.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json to use without chat template; default: the model's own.")
+    ] = None,
     policy: Annotated[str, typer.Option(help="Policies to compare, comma-separated.")] = "prefix,anchor",
     early_variation: Annotated[
         bool, typer.Option("--early-variation", help="Put a changing request-id line in front of each request.")
     ] = False,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Plan reuse without running a model.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 16,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to generate per request.", show_default="16; 4 with --demo")
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Replay only the first requests.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for requests.jsonl, summary.json and report.html.")] = None,
-    cache_tokens: Annotated[int | None, typer.Option(help="Size of the cache in tokens.")] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option(help="Size of the cache in tokens.", show_default="large enough never to evict")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the early-variation lines.")] = 0,
     demo: Annotated[bool, typer.Option("--demo", help="Packaged trace, small random-weight model.")] = False,
 ) -> None:
@@ -80,18 +110,16 @@ def replay(
     from irminsul_jax.replay.run import ReplayConfig
     from irminsul_jax.replay.run import replay as run_replay
 
-    progress = Console(stderr=True)
-    options: dict[str, Any] = {}
+    serving: dict[str, Any] = {}
     if demo:
-        from irminsul_jax.replay.demo import DEMO_TRACE, demo_checkpoint
+        from irminsul_jax.replay.demo import DEMO_SERVING, DEMO_TRACE, demo_path
 
         if traces or model or tokenizer or plan_only:
             raise ConfigError(
                 "--demo brings its own trace, model and tokenizer; leave TRACE, --model, --tokenizer and --plan-only out"
             )
-        traces, model, early_variation = [DEMO_TRACE], demo_checkpoint(progress), True
-        options = {"max_num_seqs": 1}
-        max_tokens = min(max_tokens, 4)
+        traces, model, early_variation = [DEMO_TRACE], demo_path(), True
+        serving = DEMO_SERVING
     config = ReplayConfig(
         traces=tuple(traces or ()),
         model=model,
@@ -99,29 +127,37 @@ def replay(
         policies=tuple(name.strip() for name in policy.split(",") if name.strip()),
         early_variation=early_variation,
         plan_only=plan_only,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens if max_tokens is not None else 4 if demo else 16,
         limit=limit,
         out=out,
         cache_tokens=cache_tokens,
         seed=seed,
-        **options,
+        **serving,
     )
+    progress = Console(stderr=True)
+    if demo:
+        from irminsul_jax.replay.demo import demo_checkpoint
+
+        demo_checkpoint(progress)
     result = run_replay(config, progress)
-    stdout = Console()
-    Console(width=max(stdout.width, 130)).print(summary_table(result.summary))
-    print(json.dumps(result.summary, ensure_ascii=False))
-    if result.trace.problems or any(row["failed"] for row in result.summary["policies"].values()):
-        raise typer.Exit(EXIT_SKIPPED)
+    Console(width=max(Console().width, 100)).print(summary_table(result.summary))
+    print(json.dumps(result.summary))
+    if not result.complete:
+        raise typer.Exit(EXIT_INCOMPLETE)
 
 
 @app.command(
-    epilog="Examples:  irminsul generate -p 'Hello'  |  irminsul generate -m ./checkpoint --messages chat.json  |  cat prompt.txt | irminsul generate -m ./checkpoint -"
+    epilog="Examples:\n\nirminsul generate -p 'Hello' --max-tokens 32\n\n"
+    "irminsul generate -m ./checkpoint --messages chat.json --temperature 0\n\n"
+    "cat prompt.txt | irminsul generate -m ./checkpoint -"
 )
 def generate(
     stdin: Annotated[str | None, typer.Argument(metavar="[-]", help="- reads the prompt from standard input.")] = None,
     model: Annotated[Path | None, typer.Option("-m", "--model", help="Converted checkpoint; default: demo.")] = None,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Prompt text.")] = None,
-    messages: Annotated[Path | None, typer.Option(help="JSON file with a list of chat messages.")] = None,
+    messages: Annotated[
+        Path | None, typer.Option(help='JSON file: a list of chat messages, or {"messages": [...], "tools": [...]}.')
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the checkpoint's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
@@ -135,11 +171,18 @@ def generate(
         raise ConfigError("give exactly one of -p TEXT, --messages FILE and - (standard input)")
     from irminsul_jax.cli.generate import run_generate
 
-    text = sys.stdin.read() if stdin else prompt
-    run_generate(model, text, messages, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    if stdin is not None:
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise RequestError(f"standard input is not UTF-8 text ({error})") from None
+    run_generate(model, prompt, messages, max_tokens=max_tokens, temperature=temperature, seed=seed)
 
 
-@app.command(epilog="Example:  irminsul convert ./DeepSeek-V2-Lite ./checkpoint --dtype bfloat16")
+@app.command(
+    epilog="Examples:\n\nirminsul convert ./DeepSeek-V2-Lite ./checkpoint --dry-run\n\n"
+    "irminsul convert ./DeepSeek-V2-Lite ./checkpoint --dtype bfloat16"
+)
 def convert(
     source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint directory.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the converted checkpoint goes.")],
@@ -153,7 +196,7 @@ def convert(
     run_convert(source, out, dtype=dtype, dry_run=dry_run, overwrite=overwrite)
 
 
-@app.command(epilog="Example:  irminsul inspect ./checkpoint --json")
+@app.command(epilog="Examples:\n\nirminsul inspect ./checkpoint\n\nirminsul inspect ./checkpoint --json")
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="OUT", help="Converted checkpoint.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,7 +139,7 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[np.ndarra
     return tokenizer.encode(prompt["prompt"]), salt
 
 
-def _as_ids(ids: Sequence[int] | np.ndarray) -> np.ndarray:
+def _as_ids(ids: Any) -> np.ndarray:
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise RequestError('"prompt_token_ids" must be a flat list of integers')

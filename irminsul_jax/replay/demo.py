@@ -3,6 +3,7 @@ the packaged trace, with a real tokenizer and through the real converter."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -11,18 +12,24 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+import xxhash
 from rich.console import Console
 from safetensors.numpy import save_file
 
 from irminsul_jax import __version__
+from irminsul_jax.checkpoint import load_checkpoint
 from irminsul_jax.engine.options import cache_directory
 from irminsul_jax.errors import CheckpointError
 from irminsul_jax.replay.trace import read_traces
 
 DEMO_TRACE = Path(__file__).parent / "demo_data" / "tau_bench_airline_excerpt.jsonl.xz"
 
+DEMO_SERVING: dict[str, Any] = {"max_num_seqs": 1, "prefill_chunk": 128}
+"""One request at a time, so that its time to first token is its own prefill; small chunks, as compiling is most of a
+first run."""
+
 _SPECIAL = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
-_VOCAB = 4096
+_VOCAB = 1664
 _TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -72,28 +79,61 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-def demo_checkpoint(progress: Console) -> Path:
-    """The converted demo checkpoint of this version; made if it is not there, made again if it is incomplete."""
-    from checkpoints_convert import convert
-    from irminsul_jax.checkpoint import load_checkpoint
+def demo_path() -> Path:
+    """Where the demo checkpoint of this version and recipe belongs, whether it is there or not."""
+    recipe = json.dumps([_CONFIG, _TEMPLATE, _SPECIAL]).encode() + DEMO_TRACE.read_bytes()
+    return cache_directory() / f"demo-{__version__}-{xxhash.xxh3_64_hexdigest(recipe)}"
 
-    out = cache_directory() / f"demo-{__version__}"
-    if out.exists():
-        try:
-            load_checkpoint(out)
-            return out
-        except CheckpointError:
-            shutil.rmtree(out)
-    progress.print(f"making the demo checkpoint (random weights) in {out}", highlight=False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
-        source = Path(scratch) / "hf"
-        source.mkdir()
-        _write_tokenizer(source)
-        _write_weights(source)
-        (source / "config.json").write_text(json.dumps(_CONFIG, indent=1))
-        convert(source, out)
+
+def demo_checkpoint(progress: Console) -> Path:
+    """The converted demo checkpoint; made if it is not there, made again if it is damaged.
+
+    It is built beside its place and moved there when complete, so an interrupted run leaves nothing that could be taken
+    for it, and of two first runs at the same time each builds its own and the first one stays. Raises `CheckpointError` if
+    the cache directory cannot be written.
+    """
+    out = demo_path()
+    if _is_usable(out):
+        return out
+    progress.print(
+        f"making the demo model in {out}\n(its weights are random: what is reused and how long it takes is real, its text "
+        "is noise)",
+        highlight=False,
+        soft_wrap=True,
+    )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+            _build(Path(scratch))
+            if not _is_usable(out):
+                shutil.rmtree(out, ignore_errors=True)
+                with contextlib.suppress(OSError):  # another run was faster
+                    (Path(scratch) / "checkpoint").rename(out)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out}: cannot be written ({error.strerror or error}); set IRMINSUL_CACHE to a directory that can be"
+        ) from None
+    load_checkpoint(out)
     return out
+
+
+def _is_usable(path: Path) -> bool:
+    try:
+        load_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _build(scratch: Path) -> None:
+    from checkpoints_convert import convert
+
+    source = scratch / "hf"
+    source.mkdir()
+    _write_tokenizer(source)
+    _write_weights(source)
+    (source / "config.json").write_text(json.dumps(_CONFIG, indent=1))
+    convert(source, scratch / "checkpoint")
 
 
 def _write_tokenizer(folder: Path) -> None:
@@ -106,7 +146,9 @@ def _write_tokenizer(folder: Path) -> None:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = dict.fromkeys(text for request in read_traces([DEMO_TRACE]).requests for _, text in request.segments)
+    texts = dict.fromkeys(
+        segment.text for request in read_traces([DEMO_TRACE]).requests for segment in request.segments
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from irminsul_jax.cache import CacheConfig, LatentCache, Namespace
-from irminsul_jax.errors import RequestError
+from irminsul_jax.cache.plan import Plan
+from irminsul_jax.errors import CacheError, RequestError
 from irminsul_jax.replay.tally import PolicyTally, RequestRecord
 
 Emit = Callable[[RequestRecord], None]
+"""Receives the record of every request, in time order."""
 Advance = Callable[[int], None]
+"""Receives numbers of prompt tokens as they are done."""
 
 
 def plan_requests(
     policy: str,
-    prompts: Sequence[np.ndarray],
+    prompts: Mapping[int, np.ndarray],
     sessions: Sequence[str],
     *,
     model: str,
@@ -25,31 +28,39 @@ def plan_requests(
     emit: Emit | None = None,
     advance: Advance | None = None,
 ) -> PolicyTally:
-    """Plans `prompts` (each `[T]` int32, in time order) under one policy, so that donors are earlier requests only.
+    """Plans `prompts` (request number → `[T]` int32, in time order) under one policy, so that donors are earlier
+    requests only. `sessions[n]` is the session of request number n.
 
-    `cache_tokens` None leaves the pool unbounded. `model` names the namespace. `emit` receives every record, `advance`
-    the number of prompt tokens done. A request that can never fit is counted as failed. `wall_s` is planning time alone.
+    `cache_tokens` None leaves the pool unbounded. `model` names the namespace. A request that can never fit is counted
+    as failed. `wall_s` is planning time alone.
     """
     cache = LatentCache(CacheConfig(policy=policy, capacity_tokens=cache_tokens), num_pages=None)
     namespace = Namespace(model=model)
-    tally, donors = PolicyTally(), []
-    for index, (tokens, session) in enumerate(zip(prompts, sessions, strict=True)):
+    tally, donors = PolicyTally(), {}
+    tally.pool_tokens = cache_tokens
+    for index, tokens in prompts.items():
         started = time.perf_counter()
-        reservation = None
         try:
-            reservation = cache.reserve(cache.plan(tokens, namespace), namespace)
+            plan = _plan(cache, namespace, tokens, donors, index)
         except RequestError as error:
-            tally.failed.append(f"request {index} (session {session}): {error}")
-        if reservation is not None:
-            cache.publish(reservation, tokens)
-            cache.release(reservation)
-        tally.wall_s += time.perf_counter() - started
-        if reservation is not None:
-            donors.append(index)
-            record = RequestRecord(request=index, session=session, plan=reservation.plan, donors=donors)
+            tally.fail(index, sessions[index], str(error))
+        else:
+            tally.wall_s += time.perf_counter() - started
+            record = RequestRecord(request=index, session=sessions[index], plan=plan, donors=donors)
             tally.add(record)
             if emit is not None:
                 emit(record)
         if advance is not None:
             advance(len(tokens))
     return tally
+
+
+def _plan(cache: LatentCache, namespace: Namespace, tokens: np.ndarray, donors: dict[int, int], index: int) -> Plan:
+    reservation = cache.reserve(cache.plan(tokens, namespace), namespace)
+    if reservation is None:
+        raise CacheError(f"request {index} found no room although nothing else holds pages")
+    cache.publish(reservation, tokens)
+    cache.release(reservation)
+    if reservation.donor_id >= 0:
+        donors[reservation.donor_id] = index
+    return reservation.plan

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from irminsul_jax.errors import TraceError
@@ -21,39 +23,48 @@ _COLOURS = {"exact": "#2a7f62", "shifted": "#e0a030", "recomputed": "#b8bec6"}
 
 
 class AtomicFile:
-    """A text file that appears complete under its name at the end of a `with` block, or not at all."""
+    """A text file that appears complete under its name at the end of a `with` block, or not at all.
+
+    Raises `TraceError` where it cannot be written."""
 
     def __init__(self, path: Path):
         self._path = path
 
     def __enter__(self) -> AtomicFile:
-        try:
+        with self._explained():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, self._temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        except OSError as error:
-            raise TraceError(f"{self._path}: cannot be written ({error.strerror}); choose another --out") from None
-        self._stream = os.fdopen(descriptor, "w", encoding="utf-8")
+        self._stream = os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace")
         return self
 
     def write(self, text: str) -> None:
-        self._stream.write(text)
+        with self._explained():
+            self._stream.write(text)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stream.close()
-        if kind is None:
-            os.chmod(self._temporary, 0o644)
-            os.replace(self._temporary, self._path)
-        else:
-            os.unlink(self._temporary)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self._explained():
+            try:
+                self._stream.close()
+                if kind is None:
+                    os.chmod(self._temporary, 0o644)
+                    os.replace(self._temporary, self._path)
+            finally:
+                Path(self._temporary).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise TraceError(
+                f"{self._path}: cannot be written ({reason}); free space or choose another --out"
+            ) from None
 
 
-class RequestsFile(AtomicFile):
-    """requests.jsonl: one line per policy and request."""
-
-    def add(self, policy: str, record: RequestRecord) -> None:
-        self.write(json.dumps(record.to_json(policy), ensure_ascii=False) + "\n")
+def request_line(policy: str, record: RequestRecord) -> str:
+    """One line of requests.jsonl: one policy and request."""
+    return json.dumps(record.to_json(policy), ensure_ascii=False) + "\n"
 
 
 def write_summary(out: Path, summary: Mapping[str, Any]) -> None:
@@ -65,21 +76,25 @@ def write_summary(out: Path, summary: Mapping[str, Any]) -> None:
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The figures of each policy for a terminal; a dash is what was not measured."""
-    table = Table(title="Replay", title_justify="left")
-    table.add_column("policy")
-    for heading in ("requests", "prompt tokens", "exact", "shifted", "recomputed", "mean run"):
-        table.add_column(heading, justify="right")
-    for heading in ("TTFT mean", "p50", "p95 (ms)", "wall (s)", "tokens/s"):
-        table.add_column(heading, justify="right")
-    for name, row in summary["policies"].items():
+    """The figures of each policy for a terminal, at most 100 columns wide; times to first token where measured."""
+    rows = summary["policies"]
+    served = any(row["ttft_ms_mean"] is not None for row in rows.values())
+    table = Table(title="Replay", title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("policy", no_wrap=True)
+    headings = ["re-\nquests", "prompt\ntokens", "exact", "shifted", "recom-\nputed", "mean run\ntokens"]
+    headings += ["TTFT ms\nmean", "\np50", "\np95"] if served else []
+    for heading in (*headings, "wall\ns", "prompt\ntokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in rows.items():
         table.add_row(
             name,
             str(row["requests"]),
             f"{row['prompt_tokens']:,}",
             *(_percent(row[key]) for key in ("exact", "shifted", "recomputed")),
-            *(_number(row[key]) for key in ("mean_run_length", "ttft_ms_mean", "ttft_ms_p50", "ttft_ms_p95", "wall_s")),
-            _number(row["prompt_tokens_per_s"], 0),
+            _number(row["mean_run_length"]),
+            *(_number(row[key]) for key in ("ttft_ms_mean", "ttft_ms_p50", "ttft_ms_p95") if served),
+            _number(row["wall_s"]),
+            _number(row["prompt_tokens_per_s"]),
         )
     return table
 
@@ -88,8 +103,10 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.2%}"
 
 
-def _number(value: float | None, digits: int = 1) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def html_report(summary: Mapping[str, Any]) -> str:

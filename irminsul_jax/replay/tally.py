@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,8 @@ class RequestRecord:
     request: int
     session: str
     plan: Plan
-    donors: Sequence[int]
-    """Request number of each donor sequence, in the order of publication."""
+    donors: Mapping[int, int]
+    """Donor id, as `Run.donor` has it → number of the request that published it."""
     ttft_ms: float | None = None
     queue_ms: float | None = None
     generated: int | None = None
@@ -42,7 +42,7 @@ class RequestRecord:
                     "target": run.target,
                     "length": run.length,
                     "class": run.token_class.name.lower(),
-                    "donor_request": self.donors[run.donor] if 0 <= run.donor < len(self.donors) else None,
+                    "donor_request": self.donors.get(run.donor),
                     "donor_start": run.donor_start,
                     "delta": run.delta,
                 }
@@ -63,7 +63,7 @@ class PolicyTally:
 
     requests: int = 0
     failed: list[str] = field(default_factory=list)
-    """Why each failed request failed, with its number."""
+    """Why each request that was not served failed, with its number."""
     prompt_tokens: int = 0
     exact_tokens: int = 0
     shifted_tokens: int = 0
@@ -72,6 +72,11 @@ class PolicyTally:
     ttft_ms: list[float] = field(default_factory=list)
     generated_tokens: int | None = None
     wall_s: float = 0.0
+    pool_tokens: int | None = None
+    """Size of the latent pool; None: unbounded."""
+
+    def fail(self, request: int, session: str, reason: str) -> None:
+        self.failed.append(f"request {request} (session {session}): {reason}")
 
     def add(self, record: RequestRecord) -> None:
         plan = record.plan
@@ -110,6 +115,7 @@ class PolicyTally:
             "ttft_ms_p50": ttft(np.median),
             "ttft_ms_p95": ttft(lambda values: np.percentile(values, 95)),
             "generated_tokens": self.generated_tokens,
+            "pool_tokens": self.pool_tokens,
             "wall_s": round(self.wall_s, 4),
             "prompt_tokens_per_s": round(total / self.wall_s, 1) if self.wall_s else None,
         }
