@@ -7,10 +7,12 @@ from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 
-from pallas_kernels import AnyArray
+AnyArray = jax.Array | np.ndarray
+"""Parameters are made on the host and passed as they are; inside a jitted function they are device arrays."""
 
 
 @no_type_check  # tree transformations put anything into the leaves

@@ -23,7 +23,7 @@ class EngineConfig:
     """Of the latent pool (compiles); None for the parameters' dtype."""
     attention_form: Literal["auto", "absorbed", "expanded"] = "auto"
     """Of prefill (compiles). `auto` takes the cheaper one by number of new tokens; pinning one makes prefix hits
-    bit-identical to cold runs in float32 on the CPU."""
+    bit-identical to cold runs in float32 on the CPU (hidden size 128 and above)."""
     prefill_chunk: int = 512
     """Most new tokens computed at once (compiles); bounds the memory of prefill."""
     decode_block: int = 16

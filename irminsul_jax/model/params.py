@@ -1,7 +1,7 @@
 """Parameter pytrees and their shapes. Checkpoints store exactly this tree; conversion fills it; the forward pass reads it.
 
 Layers are a tuple, not a stack: a loop over separate arrays copies no weight, where `lax.scan` over stacked ones copies
-each layer's slice in front of the matrix products. `benchmarks/layer_loop.py` measures both: decode is 1.2 to 1.5 times
+each layer's slice in front of the matrix products. `benchmarks/layer_loop.py` measures both: decode is 1.1 to 1.5 times
 faster unrolled, a prefill of 512 tokens the same; compiling takes 2 to 4 times as long, which the persistent cache pays once.
 
 Dimension letters: H hidden, A heads, Q query rank, N no-position head dim, D rotary head dim, R latent rank, W value head

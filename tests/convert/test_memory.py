@@ -19,12 +19,13 @@ CONFIG = V3_CONFIG | {
     "moe_intermediate_size": 1024,
 }
 
+# VmHWM is of this program alone; ru_maxrss would carry over from the process that started it.
 SCRIPT = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from checkpoints_convert import convert
 convert(Path(sys.argv[1]), Path(sys.argv[2]))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
 """
 
 
