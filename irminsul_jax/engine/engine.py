@@ -58,7 +58,8 @@ class Engine:
         num_pages = 1 + -(-self._capacity_tokens(params.embedding.dtype) // PAGE_SIZE)
         self._runner = Runner(params, self.config, self.options, num_pages)
         self._cache = LatentCache(self.cache_config, num_pages=num_pages)
-        self._model_key = f"{checkpoint.fingerprint}/{self._runner.pool['c_kv'].dtype}"
+        dtypes = f"{params.embedding.dtype} {self._runner.pool['c_kv'].dtype}"
+        self._model_key = f"{checkpoint.fingerprint} {dtypes} {self.config.rope}"
         if self.config.shift_refusal and not self.cache_config.exact_only:
             _log.warning("%s", self.config.shift_refusal)
         self._slots: list[Slot | None] = [None] * self.options.max_num_seqs
