@@ -7,6 +7,7 @@ nothing of the rest of the project, so it can be used on its own.
 from pallas_kernels.attention import mla_decode, mla_extend, mla_extend_expanded
 from pallas_kernels.fragments import TABLE_BUCKETS, AnyArray, Fragments, FragmentTable, fragments_of, pack_fragments
 from pallas_kernels.pool import PAGE_SIZE, SCRATCH_PAGE, LatentPool, StreamSpec
+from pallas_kernels.products import einsum_f32
 from pallas_kernels.rotary import rotate, turn_table
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Fragments",
     "LatentPool",
     "StreamSpec",
+    "einsum_f32",
     "fragments_of",
     "mla_decode",
     "mla_extend",

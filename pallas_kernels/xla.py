@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels.fragments import FragmentTable
 from pallas_kernels.pool import LatentPool
+from pallas_kernels.products import einsum_f32
 from pallas_kernels.rotary import rotate_by_table
 
 KEY_BLOCK = 512
@@ -26,11 +27,6 @@ LN2 = math.log(2.0)
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 """Online softmax: output so far (not normalised), power of two that it is scaled by, sum of weights."""
-
-
-def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Matrix product with float32 accumulation; full precision for float32 operands on every platform."""
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
 
 
 def _load_block(
@@ -102,8 +98,8 @@ def decode(
     def body(i: jax.Array, state: State) -> State:
         positions = jnp.broadcast_to(_block_positions(i), (B, KEY_BLOCK))
         c_kv, k_r, valid = _load_block(pool, layer, table, sequences, positions, ends[:, None])
-        scores = (_dot("bhr,bsr->bhs", q_latent, c_kv) + _dot("bhd,bsd->bhs", q_rope, k_r)) * scale
-        return _fold(state, scores, valid[:, None], lambda p: _dot("bhs,bsr->bhr", p.astype(c_kv.dtype), c_kv))
+        scores = (einsum_f32("bhr,bsr->bhs", q_latent, c_kv) + einsum_f32("bhd,bsd->bhs", q_rope, k_r)) * scale
+        return _fold(state, scores, valid[:, None], lambda p: einsum_f32("bhs,bsr->bhr", p.astype(c_kv.dtype), c_kv))
 
     return _finish(lax.fori_loop(0, _num_blocks(ends.max()), body, _start((B, H), R)))
 
@@ -151,8 +147,8 @@ def extend(
     T, H, R = q_latent.shape
 
     def fold(state: State, c_kv: jax.Array, k_r: jax.Array, mask: jax.Array) -> State:
-        scores = (_dot("thr,sr->ths", q_latent, c_kv) + _dot("thd,sd->ths", q_rope, k_r)) * scale
-        return _fold(state, scores, mask[:, None], lambda p: _dot("ths,sr->thr", p.astype(c_kv.dtype), c_kv))
+        scores = (einsum_f32("thr,sr->ths", q_latent, c_kv) + einsum_f32("thd,sd->ths", q_rope, k_r)) * scale
+        return _fold(state, scores, mask[:, None], lambda p: einsum_f32("ths,sr->thr", p.astype(c_kv.dtype), c_kv))
 
     return _finish(_for_each_block(q_position, q_sequence, pool, layer, table, _start((T, H), R), fold))
 
@@ -175,10 +171,10 @@ def extend_expanded(
     q_nope, q_rope = q_nope.swapaxes(0, 1), q_rope.swapaxes(0, 1)  # heads in front: products without transposition
 
     def fold(state: State, c_kv: jax.Array, k_r: jax.Array, mask: jax.Array) -> State:
-        keys = _dot("sr,hnr->hsn", c_kv, key_up).astype(dtype)
-        values = _dot("sr,hrw->hsw", c_kv, value_up).astype(dtype)
-        scores = (_dot("htn,hsn->hts", q_nope, keys) + _dot("htd,sd->hts", q_rope, k_r)) * scale
-        return _fold(state, scores, mask[None], lambda p: _dot("hts,hsw->htw", p.astype(dtype), values))
+        keys = einsum_f32("sr,hnr->hsn", c_kv, key_up).astype(dtype)
+        values = einsum_f32("sr,hrw->hsw", c_kv, value_up).astype(dtype)
+        scores = (einsum_f32("htn,hsn->hts", q_nope, keys) + einsum_f32("htd,sd->hts", q_rope, k_r)) * scale
+        return _fold(state, scores, mask[None], lambda p: einsum_f32("hts,hsw->htw", p.astype(dtype), values))
 
     state = _start((H, T), value_up.shape[-1])
     out, lse = _finish(_for_each_block(q_position, q_sequence, pool, layer, table, state, fold))

@@ -10,14 +10,12 @@ from jaxtyping import Array, Float, Float32, Int
 from irminsul_jax.config import ModelConfig
 from irminsul_jax.model.params import MlpParams
 from irminsul_jax.rope import POSITION_BLOCK, position_tables
+from pallas_kernels import einsum_f32
 
 
 def dot(spec: str, *operands: jax.Array, out: jnp.dtype | None = None) -> jax.Array:
-    """Einsum that accumulates in float32 and rounds once, to `out` or the first operand's dtype. float32 operands are
-    multiplied at full precision on every platform."""
-    precision = lax.Precision.HIGHEST if operands[0].dtype == jnp.float32 else lax.Precision.DEFAULT
-    result = jnp.einsum(spec, *operands, preferred_element_type=jnp.float32, precision=precision)
-    return result.astype(out or operands[0].dtype)
+    """Einsum that accumulates in float32 and rounds once, to `out` or the first operand's dtype."""
+    return einsum_f32(spec, *operands).astype(out or operands[0].dtype)
 
 
 def rms_norm(x: Float[Array, "T H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "T H"]:
