@@ -28,6 +28,7 @@ from rich.table import Table
 
 from checkpoints_convert import plan_conversion
 from irminsul_jax.errors import IrminsulError
+from irminsul_jax.replay.demo import tensor_shapes
 
 MB, MIB = 10**6, 2**20
 STRIDE = 2**18
@@ -63,54 +64,17 @@ CASES = {
 }
 
 CHILD = """
-import json, resource, sys, time
+import json, re, sys, time
 from pathlib import Path
 import orbax.checkpoint.experimental.v1
 from checkpoints_convert import convert
 started = time.perf_counter()
 manifest = convert(Path(sys.argv[1]), Path(sys.argv[2]))
 seconds = time.perf_counter() - started
-unit = 1 if sys.platform == "darwin" else 1024
-print(json.dumps({"seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}))
+# VmHWM is of this program alone; ru_maxrss would carry over from the process that started it.
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+print(json.dumps({"seconds": seconds, "peak": peak}))
 """
-
-
-def tensor_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as DeepSeek-V3 checkpoints on the hub have them."""
-    hidden, heads = c["hidden_size"], c["num_attention_heads"]
-    nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (c["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (c["vocab_size"], hidden),
-    }
-
-    def feed_forward(base: str, width: int) -> None:
-        shapes[f"{base}.gate_proj.weight"] = shapes[f"{base}.up_proj.weight"] = (width, hidden)
-        shapes[f"{base}.down_proj.weight"] = (hidden, width)
-
-    for layer in range(c["num_hidden_layers"]):
-        base = f"model.layers.{layer}"
-        shapes |= {
-            f"{base}.input_layernorm.weight": (hidden,),
-            f"{base}.post_attention_layernorm.weight": (hidden,),
-            f"{base}.self_attn.q_a_proj.weight": (c["q_lora_rank"], hidden),
-            f"{base}.self_attn.q_a_layernorm.weight": (c["q_lora_rank"],),
-            f"{base}.self_attn.q_b_proj.weight": (heads * (nope + rope), c["q_lora_rank"]),
-            f"{base}.self_attn.kv_a_proj_with_mqa.weight": (c["kv_lora_rank"] + rope, hidden),
-            f"{base}.self_attn.kv_a_layernorm.weight": (c["kv_lora_rank"],),
-            f"{base}.self_attn.kv_b_proj.weight": (heads * (nope + value), c["kv_lora_rank"]),
-            f"{base}.self_attn.o_proj.weight": (hidden, heads * value),
-        }
-        if layer < c["first_k_dense_replace"]:
-            feed_forward(f"{base}.mlp", c["intermediate_size"])
-            continue
-        shapes[f"{base}.mlp.gate.weight"] = (c["n_routed_experts"], hidden)
-        shapes[f"{base}.mlp.gate.e_score_correction_bias"] = (c["n_routed_experts"],)
-        for expert in range(c["n_routed_experts"]):
-            feed_forward(f"{base}.mlp.experts.{expert}", c["moe_intermediate_size"])
-        feed_forward(f"{base}.mlp.shared_experts", c["n_shared_experts"] * c["moe_intermediate_size"])
-    return shapes
 
 
 def write_sparse(path: Path, config: dict[str, Any]) -> Path:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def _write_weights(folder: Path) -> None:
         name: np.ones(shape, np.float32)
         if "norm" in name
         else (draw.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-        for name, shape in _shapes().items()
+        for name, shape in tensor_shapes(_CONFIG).items()
     }
     names = sorted(tensors)
     shards = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
@@ -180,13 +181,14 @@ def _write_weights(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
-    c = _CONFIG
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors that a DeepSeek-V3 checkpoint with this config.json has on the hub."""
+    c = config
     hidden, heads, rank, rotary = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c["qk_rope_head_dim"]
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (_VOCAB, hidden),
+        "model.embed_tokens.weight": (c["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
-        "lm_head.weight": (_VOCAB, hidden),
+        "lm_head.weight": (c["vocab_size"], hidden),
     }
 
     def feed_forward(base: str, width: int) -> None:

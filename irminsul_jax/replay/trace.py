@@ -139,7 +139,6 @@ class _WholeZstd(io.RawIOBase):
         self._file = path.open("rb")
         self._decoder = zstandard.ZstdDecompressor().decompressobj()
         self._ready = b""
-        self._begun = False
 
     def readable(self) -> bool:
         return True

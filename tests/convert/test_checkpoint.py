@@ -17,7 +17,8 @@ from irminsul_jax.checkpoint import flatten_params, inspect_checkpoint, inspect_
 from irminsul_jax.checkpoint_manifest import Manifest
 from irminsul_jax.errors import CheckpointError
 from irminsul_jax.model.params import param_shapes
-from tests.support.synthetic_hf import V3_CONFIG, v3_shapes, write_sparse_hf
+from tests.support.synthetic import tensor_shapes
+from tests.support.synthetic_hf import V3_CONFIG, write_sparse_hf
 
 ROOT = Path(__file__).parents[2]
 
@@ -161,7 +162,7 @@ def test_device_count_may_differ_between_saving_and_loading(tiny, converted, tmp
 
 
 def full_source(tmp_path, config=V3_CONFIG, **files):
-    source = write_sparse_hf(tmp_path / "hf", config, v3_shapes(config))
+    source = write_sparse_hf(tmp_path / "hf", config, tensor_shapes(config))
     for name, text in files.items():
         (source / name.replace("__", ".")).write_text(text)
     return source

@@ -12,7 +12,8 @@ from checkpoints_convert import convert, plan_conversion
 from irminsul_jax import load_checkpoint
 from irminsul_jax.checkpoint import flatten_params
 from tests.support.hf_tiny import FAMILIES, write_safetensors
-from tests.support.synthetic_hf import V3_CONFIG, v3_shapes
+from tests.support.synthetic import tensor_shapes
+from tests.support.synthetic_hf import V3_CONFIG
 
 
 def source_tensors(path):
@@ -107,7 +108,7 @@ def test_fp8_blocks_with_576_rows(tmp_path):
     config = V3_CONFIG | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_size": 192, "num_hidden_layers": 1}
     rng = np.random.default_rng(1)
     tensors = {}
-    for name, shape in v3_shapes(config).items():
+    for name, shape in tensor_shapes(config).items():
         values = rng.standard_normal(shape).astype(np.float32)
         if name.endswith("_proj.weight") or "kv_a_proj" in name:
             tensors[name] = values.astype(ml_dtypes.float8_e4m3fn)
@@ -159,7 +160,7 @@ def test_float16_sources_lose_nothing(tmp_path):
     source.mkdir()
     (source / "config.json").write_text(json.dumps(V3_CONFIG))
     rng = np.random.default_rng(2)
-    values = {k: rng.standard_normal(s).astype(np.float16) for k, s in v3_shapes(V3_CONFIG).items()}
+    values = {k: rng.standard_normal(s).astype(np.float16) for k, s in tensor_shapes(V3_CONFIG).items()}
     write_safetensors(source / "m.safetensors", {k: ("F16", list(v.shape), v.tobytes()) for k, v in values.items()})
     convert(source, tmp_path / "out")
     params = load_checkpoint(tmp_path / "out").params

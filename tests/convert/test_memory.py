@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from checkpoints_convert import plan_conversion
-from tests.support.synthetic_hf import V3_CONFIG, v3_shapes, write_sparse_hf
+from tests.support.synthetic import tensor_shapes
+from tests.support.synthetic_hf import V3_CONFIG, write_sparse_hf
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -31,7 +32,7 @@ print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text(
 
 @pytest.mark.timeout(120)
 def test_peak_host_memory_is_one_layer_and_half_a_gibibyte(tmp_path):
-    source = write_sparse_hf(tmp_path / "hf", CONFIG, v3_shapes(CONFIG))
+    source = write_sparse_hf(tmp_path / "hf", CONFIG, tensor_shapes(CONFIG))
     plan = plan_conversion(source)
     layer = sum(p.nbytes for p in plan.parameters if p.name.startswith("layers/4/"))
     bound = layer + 512 * MIB

@@ -10,12 +10,13 @@ from checkpoints_convert.plan import _parts, _rules
 from irminsul_jax.config import ModelConfig
 from irminsul_jax.errors import ConfigError, ConversionError, UnsupportedModelError
 from tests.support.hf_tiny import write_safetensors
-from tests.support.synthetic_hf import V3_CONFIG, v3_shapes, write_sparse_hf
+from tests.support.synthetic import tensor_shapes
+from tests.support.synthetic_hf import V3_CONFIG, write_sparse_hf
 
 
 @pytest.fixture
 def source(tmp_path):
-    return write_sparse_hf(tmp_path / "hf", V3_CONFIG, v3_shapes(V3_CONFIG))
+    return write_sparse_hf(tmp_path / "hf", V3_CONFIG, tensor_shapes(V3_CONFIG))
 
 
 def rewrite(source, shapes, config=V3_CONFIG):
@@ -49,7 +50,7 @@ def test_dry_run_writes_nothing_and_is_plain_data(source):
 
 
 def test_missing_misshapen_and_unknown_tensors_are_all_named(source):
-    shapes = v3_shapes(V3_CONFIG)
+    shapes = tensor_shapes(V3_CONFIG)
     del shapes["model.norm.weight"], shapes["model.layers.1.mlp.experts.3.up_proj.weight"]
     shapes["lm_head.weight"] = (511, 64)
     shapes["model.layers.0.self_attn.extra.weight"] = (3,)
@@ -73,7 +74,7 @@ def test_mtp_layer_and_rotary_buffers_are_skipped_by_name(source, tmp_path):
         "model.layers.2.embed_tokens.weight": (512, 64),
         "model.layers.0.self_attn.rotary_emb.inv_freq": (4,),
     }
-    rewrite(source, v3_shapes(V3_CONFIG) | extra)
+    rewrite(source, tensor_shapes(V3_CONFIG) | extra)
     manifest = convert(source, tmp_path / "out")
     assert manifest.skipped.keys() == extra.keys()
     assert manifest.skipped["model.layers.2.eh_proj.weight"] == "multi-token-prediction layer"
@@ -99,7 +100,7 @@ def test_shard_outside_the_index_is_skipped_by_name(tiny, tmp_path):
 
 
 def test_tied_embeddings_have_no_head(source, tmp_path):
-    rewrite(source, v3_shapes(V3_CONFIG), V3_CONFIG | {"tie_word_embeddings": True})
+    rewrite(source, tensor_shapes(V3_CONFIG), V3_CONFIG | {"tie_word_embeddings": True})
     manifest = convert(source, tmp_path / "out")
     assert "lm_head" not in manifest.parameters
     assert manifest.skipped == {"lm_head.weight": "tied to the embedding"}
@@ -147,7 +148,7 @@ def test_shard_of_the_index_is_missing(tiny, tmp_path):
 def test_fp8_without_scales_is_named(tiny, tmp_path):
     source = tmp_path / "hf"
     source.mkdir()
-    shapes = v3_shapes(V3_CONFIG)
+    shapes = tensor_shapes(V3_CONFIG)
     name = "model.layers.0.self_attn.o_proj.weight"
     blobs = {k: ("BF16", list(s), bytes(2 * _size(s))) for k, s in shapes.items()}
     blobs[name] = ("F8_E4M3", list(shapes[name]), bytes(_size(shapes[name])))

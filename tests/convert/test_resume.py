@@ -14,7 +14,8 @@ from checkpoints_convert.convert import _Job
 from irminsul_jax import load_checkpoint
 from irminsul_jax.checkpoint import flatten_params
 from irminsul_jax.errors import CheckpointError, ConversionError
-from tests.support.synthetic_hf import V3_CONFIG, v3_shapes, write_sparse_hf
+from tests.support.synthetic import tensor_shapes
+from tests.support.synthetic_hf import V3_CONFIG, write_sparse_hf
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,7 +113,7 @@ def test_other_options_do_not_resume(tiny, tmp_path):
 
 @pytest.fixture
 def source(tmp_path):
-    return write_sparse_hf(tmp_path / "hf", V3_CONFIG, v3_shapes(V3_CONFIG))
+    return write_sparse_hf(tmp_path / "hf", V3_CONFIG, tensor_shapes(V3_CONFIG))
 
 
 def test_complete_destination_is_only_replaced_on_request(source, tmp_path):

@@ -100,7 +100,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         else:
             feed_forward(f"{layer}.mlp", c["intermediate_size"])
     shapes["model.norm.weight"] = (H,)
-    if not c["tie_word_embeddings"]:
+    if not c.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (c["vocab_size"], H)
     return shapes
 

@@ -40,40 +40,6 @@ V3_CONFIG: dict[str, Any] = {
 }
 
 
-def v3_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of a DeepSeek-V3 checkpoint, written down from its modeling code."""
-    H, A, R = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
-    N, D, W, Q = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"], c["q_lora_rank"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c["vocab_size"], H)}
-
-    def gated(base: str, width: int) -> None:
-        shapes.update({f"{base}.gate_proj.weight": (width, H), f"{base}.up_proj.weight": (width, H)})
-        shapes[f"{base}.down_proj.weight"] = (H, width)
-
-    for i in range(c["num_hidden_layers"]):
-        base = f"model.layers.{i}"
-        shapes[f"{base}.input_layernorm.weight"] = (H,)
-        shapes[f"{base}.self_attn.q_a_proj.weight"] = (Q, H)
-        shapes[f"{base}.self_attn.q_a_layernorm.weight"] = (Q,)
-        shapes[f"{base}.self_attn.q_b_proj.weight"] = (A * (N + D), Q)
-        shapes[f"{base}.self_attn.kv_a_proj_with_mqa.weight"] = (R + D, H)
-        shapes[f"{base}.self_attn.kv_a_layernorm.weight"] = (R,)
-        shapes[f"{base}.self_attn.kv_b_proj.weight"] = (A * (N + W), R)
-        shapes[f"{base}.self_attn.o_proj.weight"] = (H, A * W)
-        shapes[f"{base}.post_attention_layernorm.weight"] = (H,)
-        if i < c["first_k_dense_replace"]:
-            gated(f"{base}.mlp", c["intermediate_size"])
-            continue
-        shapes[f"{base}.mlp.gate.weight"] = (c["n_routed_experts"], H)
-        shapes[f"{base}.mlp.gate.e_score_correction_bias"] = (c["n_routed_experts"],)
-        for e in range(c["n_routed_experts"]):
-            gated(f"{base}.mlp.experts.{e}", c["moe_intermediate_size"])
-        gated(f"{base}.mlp.shared_experts", c["n_shared_experts"] * c["moe_intermediate_size"])
-    shapes["model.norm.weight"] = (H,)
-    shapes["lm_head.weight"] = (c["vocab_size"], H)
-    return shapes
-
-
 def write_sparse_hf(path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Path:
     """One bfloat16 shard without an index; the file has its full length but takes no disk."""
     path.mkdir(parents=True)
