@@ -5,8 +5,10 @@ nothing of the rest of the project, so it can be used on its own.
 """
 
 from pallas_kernels.attention import mla_decode, mla_extend, mla_extend_expanded
+from pallas_kernels.dispatch import Implementation, ImplementationError
 from pallas_kernels.fragments import TABLE_BUCKETS, AnyArray, Fragments, FragmentTable, fragments_of, pack_fragments
-from pallas_kernels.pool import PAGE_SIZE, SCRATCH_PAGE, LatentPool, StreamSpec
+from pallas_kernels.merge import merge_partial
+from pallas_kernels.pool import PAGE_SIZE, SCRATCH_PAGE, LatentPool, PoolLayout, StreamSpec
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.rotary import rotate, turn_table
 
@@ -17,13 +19,17 @@ __all__ = [
     "AnyArray",
     "FragmentTable",
     "Fragments",
+    "Implementation",
+    "ImplementationError",
     "LatentPool",
+    "PoolLayout",
     "StreamSpec",
     "einsum_f32",
     "fragments_of",
     "mla_decode",
     "mla_extend",
     "mla_extend_expanded",
+    "merge_partial",
     "pack_fragments",
     "rotate",
     "turn_table",

@@ -75,13 +75,13 @@ def poisoned_pool(used: np.ndarray, *, seed: int, dtype: Any = jnp.float32) -> L
         StreamSpec(name="c_kv", width=R, dtype=jnp.dtype(dtype)),
         StreamSpec(name="k_r", width=D, dtype=jnp.dtype(dtype), rotary=(0, D)),
     )
-    arrays = []
+    rows = {}
     for spec in specs:
         values = np.full((LAYERS, PAGES * PAGE_SIZE, spec.width), np.nan, np.float32)
         used = np.unique(used)
         values[LAYER, used] = rng.standard_normal((len(used), spec.width))
-        arrays.append(jnp.asarray(values.reshape(LAYERS, PAGES, PAGE_SIZE, spec.width), dtype))
-    return LatentPool(arrays=tuple(arrays), specs=specs)
+        rows[spec.name] = jnp.asarray(values.reshape(LAYERS, PAGES, PAGE_SIZE, spec.width))
+    return LatentPool.from_rows(specs, **rows)
 
 
 def exact_attention(
