@@ -35,6 +35,7 @@ SPECS = (
     StreamSpec(name="c_kv", width=R, dtype=jnp.dtype(jnp.bfloat16)),
     StreamSpec(name="k_r", width=D, dtype=jnp.dtype(jnp.bfloat16), rotary=(0, D)),
 )
+SEED = np.int32(0)
 RANDOM_PAGES = 1024
 """Pages of random numbers that the pool is filled with, over and over in another order."""
 
@@ -87,25 +88,18 @@ def measure_rates(repeats: int, quick: bool) -> Rates:
 
 
 def _read_rate(words: int, repeats: int, passes: int = 6) -> float:
-    """The better one of two sums: of everything, and by rows. Each pass needs the sum of the one before, so none can be
-    left out or moved."""
+    """A sum of everything. Each pass needs the sum of the one before, so none can be left out, moved or fused."""
     x = jax.jit(lambda: jax.random.bits(jax.random.key(0), (words // 4096, 4096), jnp.uint32))()
 
-    def all_of(x: jax.Array) -> jax.Array:
+    @jax.jit
+    def sums(x: jax.Array) -> jax.Array:
         total = jnp.uint32(0)
         for _ in range(passes):
             total = jnp.sum(x ^ total, dtype=jnp.uint32)
         return total
 
-    def by_rows(x: jax.Array) -> jax.Array:
-        total = jnp.zeros(x.shape[0], jnp.uint32)
-        for _ in range(passes):
-            total = jnp.sum(x ^ total[:, None], axis=1, dtype=jnp.uint32)
-        return total
-
-    candidates = {f.__name__: functools.partial(jax.jit(f), x) for f in (all_of, by_rows)}
-    best = min(Times.of(samples, passes).median for samples in interleaved(candidates, repeats).values())
-    return 4 * words / best
+    samples = interleaved({"sums": functools.partial(sums, x)}, repeats)["sums"]
+    return 4 * words / Times.of(samples, passes).median
 
 
 def _matmul_rate(size: int, repeats: int, passes: int = 8) -> float:
@@ -160,8 +154,8 @@ def prepare(
     layers = min(calls, rotation)
     if (size := layers * work.layer_bytes) > most_bytes:
         raise TooLarge(f"{size / 1e9:.1f} GB of pool, more than {most_bytes / 1e9:.1f} GB")
-    make = functools.partial(_make_inputs, work=work, calls=calls, layers=layers)
-    pool, operands = jax.eval_shape(make)
+    make = functools.partial(make_inputs, work=work, calls=calls, layers=layers)
+    pool, _ = jax.eval_shape(make, SEED)
     programs: dict[str, Future | Exception] = {}
     kernels: dict[str, str] = {}
     for name, variant in work.variants.items():
@@ -169,7 +163,8 @@ def prepare(
             program = jax.jit(
                 functools.partial(_program, variant=variant, layers=layers, implementation=implementation)
             )
-            queries = [tuple(call[n] for n in variant.takes) for call in operands]
+            one_call = tuple(jax.ShapeDtypeStruct(work.operands[n], jnp.bfloat16) for n in variant.takes)
+            queries = [one_call] * calls
             lowered = program.lower(queries, work.at, pool, variant.table)
             text = lowered.as_text()
             kernels[name] = next((kernel for mark, kernel in KERNEL_MARKS.items() if mark in text), "xla")
@@ -182,28 +177,32 @@ def prepare(
         calls=calls,
         layers=layers,
         launches=min(max(math.ceil(SAMPLE_SECONDS / (calls * estimate)), 1), 8),
-        inputs=compilers.submit(jax.jit(make).lower().compile),
+        inputs=compilers.submit(jax.jit(make).lower(SEED).compile),
         programs=programs,
         kernels=kernels,
     )
 
 
-def _make_inputs(work: Workload, calls: int, layers: int) -> tuple[LatentPool, list[dict[str, jax.Array]]]:
-    """A random pool, and random operands for each call. Products with the two expansions keep unit variance."""
-    keys = iter(jax.random.split(jax.random.key(0), len(SPECS) + len(work.operands)))
-    number = jnp.arange(layers)[:, None] * 389 + jnp.arange(work.num_pages) * 7
+def make_inputs(seed: jax.Array, *, work: Workload, calls: int, layers: int) -> tuple[LatentPool, dict[str, jax.Array]]:
+    """A random pool, and random operands for all calls, one after the other. Products with the two expansions keep unit
+    variance. The seed is an argument because XLA would compute what depends on constants alone while it compiles."""
+    keys = iter(jax.random.split(jax.random.key(seed), len(SPECS) + len(work.operands)))
+    number = jnp.arange(layers)[:, None] * 389 + jnp.arange(work.num_pages) * 7 + seed
     rows = {}
     for spec in SPECS:
         some = jax.random.normal(next(keys), (min(RANDOM_PAGES, work.num_pages), PAGE_SIZE, spec.width), spec.dtype)
         rows[spec.name] = some[number % some.shape[0]]
     pool = LatentPool.from_rows(SPECS, "lanes" if jax.default_backend() == "tpu" else "plain", **rows)
-    operands: list[dict[str, jax.Array]] = [{} for _ in range(calls)]
+    operands = {}
     for name, shape in work.operands.items():
         factor = R**-0.5 if name in ("key_up", "value_up") else 1.0
-        values = jax.random.normal(next(keys), (calls, *shape), jnp.bfloat16) * jnp.bfloat16(factor)
-        for i in range(calls):
-            operands[i][name] = values[i]
+        operands[name] = jax.random.normal(next(keys), (calls, *shape), jnp.bfloat16) * jnp.bfloat16(factor)
     return pool, operands
+
+
+def _queries(variant: Variant, operands: dict[str, jax.Array]) -> list[tuple[jax.Array, ...]]:
+    """The operands of each call, as arrays of their own: cut out inside the program they would be copied there."""
+    return list(zip(*(list(operands[name]) for name in variant.takes), strict=True))
 
 
 def _program(
@@ -217,13 +216,13 @@ def _program(
 
 def measure(job: Job, repeats: int) -> dict[str, Times | Exception]:
     """Times of one call of each variant, or why there are none."""
-    pool, operands = job.inputs.result()()
+    pool, operands = job.inputs.result()(SEED)
     at = jax.device_put(job.work.at)
     launches: dict[str, Callable[[], Any]] = {}
     outcome: dict[str, Times | Exception] = {}
     for name, pending in job.programs.items():
         variant = job.work.variants[name]
-        queries = [tuple(call[n] for n in variant.takes) for call in operands]
+        queries = _queries(variant, operands)
         try:
             if isinstance(pending, Exception):
                 raise pending

@@ -60,7 +60,8 @@ def main() -> None:
     args = _arguments()
     if jax.default_backend() == "cpu" and not args.quick:
         raise SystemExit("these sizes need an accelerator; --quick runs anywhere")
-    cases = [c for c in all_cases(args.quick) if fnmatch.fnmatchcase(c.name, args.cases)]
+    patterns = args.cases.split(",")
+    cases = [c for c in all_cases(args.quick) if any(fnmatch.fnmatchcase(c.name, p) for p in patterns)]
     if not cases:
         names = "\n  ".join(c.name for c in all_cases(args.quick))
         raise SystemExit(f"no case is called {args.cases!r}; there are:\n  {names}")
@@ -118,7 +119,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes: proves that everything runs, measures nothing"
     )
-    parser.add_argument("--cases", metavar="GLOB", default="*", help="only cases with such a name, e.g. 'decode/*/8x*'")
+    parser.add_argument(
+        "--cases", metavar="GLOB[,GLOB]", default="*", help="only cases with such a name, e.g. 'decode/*/8x*,runs/*'"
+    )
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: what the ops choose by themselves")
     parser.add_argument(
         "--repeats", type=int, default=9, help="timed samples per variant, after two untimed (default 9)"

@@ -9,6 +9,9 @@ to be bit-identical. So the figures hold for whatever implementation the platfor
 Relative L2 error against float64: of the turn alone (from the stored key: one rounding), of the turned key against a
 fresh one (two roundings: stored, turned), of a fresh key in bfloat16 (one), and of 16 chained turns that add up to the
 same δ and are stored in between, which the pool never does.
+
+The second table sets the turn beside what storing latents in float8 costs, on its own and behind attention
+(`_latent_rounding.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from _common import machine, print_result
+from _latent_rounding import attention_cases, latent_cases
 from rich.table import Table
 
 from irminsul_jax.config import ModelConfig, RopeConfig
@@ -161,6 +165,18 @@ def main() -> None:
     worst = {column: max(case[column] for case in cases) for column in columns}
     table.caption = "largest: " + ", ".join(f"{name} {value:.2e}" for name, value in worst.items())
     identical = all(case["content_identical"] for case in cases)
+    latents, attention = latent_cases(), attention_cases(SHIFTS)
+    beside = Table("what", "stored as", "relative L2", title="a turned key beside a latent in float8")
+    beside.add_row("key, turned, largest over δ", "bfloat16", f"{worst['turned_vs_fresh_f64']:.2e}")
+    for case in latents:
+        beside.add_row(f"latent, {case['rows']}", case["dtype"], f"{case['error']:.2e}")
+    for case in attention:
+        where = "turned" if case["turned"] else "not turned"
+        what = f"decode output, {case['softmax']} softmax (largest weight {case['largest_weight']:.2g}), keys {where}"
+        beside.add_row(what, f"latents {case['dtype']}", f"{case['error']:.2e}")
+    both = Table.grid()
+    both.add_row(table)
+    both.add_row(beside)
     result = {
         "benchmark": "rotation",
         "bar": BAR,
@@ -168,8 +184,10 @@ def main() -> None:
         "content_identical": identical,
         "largest": worst,
         "cases": cases,
+        "latents": latents,
+        "attention": attention,
     }
-    print_result(table, result | machine())
+    print_result(both, result | machine())
 
 
 if __name__ == "__main__":

@@ -22,12 +22,22 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from irminsul_jax.config import ModelConfig
-from irminsul_jax.errors import RequestError
+from irminsul_jax.errors import ConfigError, RequestError
 from irminsul_jax.model.forward import forward, logits
 from irminsul_jax.model.params import Params
 from irminsul_jax.rope import inv_freq
 from irminsul_jax.sampling import Sampled, greedy, with_logprobs
-from pallas_kernels import PAGE_SIZE, AnyArray, FragmentTable, LatentPool, StreamSpec, fragments_of, pack_fragments
+from pallas_kernels import (
+    PAGE_SIZE,
+    AnyArray,
+    FragmentTable,
+    LatentPool,
+    PoolLayout,
+    StreamSpec,
+    fragments_of,
+    pack_fragments,
+)
+from pallas_kernels.pool import LANES, stored_width
 
 QUERY_BUCKETS = (64, 128, 256, 512)
 """Padded numbers of query tokens; beyond the last, multiples of it. None is below 64: with fewer rows XLA's matrix
@@ -87,13 +97,38 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
 
-def stream_specs(config: ModelConfig, dtype: DTypeLike) -> tuple[StreamSpec, ...]:
-    """The two streams of an MLA pool."""
+def stream_specs(
+    config: ModelConfig, dtype: DTypeLike, *, latent_dtype: DTypeLike | None = None
+) -> tuple[StreamSpec, ...]:
+    """The two streams of an MLA pool. `latent_dtype` (default: `dtype`) is that of the latents; `float8_e4m3fn` keeps
+    them with one scale per row. Rotary keys are always `dtype`: they are turned when read, and a ninth of a row at
+    DeepSeek's sizes.
+
+    Raises `ConfigError` for other types of 8 bits."""
     dtype, D = jnp.dtype(dtype), config.qk_rope_head_dim
+    latent = dtype if latent_dtype is None else jnp.dtype(latent_dtype)
+    if dtype.itemsize == 1:
+        raise ConfigError(f"dtype {dtype} is too narrow for rotary keys; give it as latent_dtype, beside a wider dtype")
+    if latent.itemsize == 1 and latent != jnp.float8_e4m3fn:
+        raise ConfigError(f"latent_dtype {latent} has no scales in the pool; of the 8-bit types choose float8_e4m3fn")
     return (
-        StreamSpec(name="c_kv", width=config.kv_lora_rank, dtype=dtype),
+        StreamSpec(name="c_kv", width=config.kv_lora_rank, dtype=latent),
         StreamSpec(name="k_r", width=D, dtype=dtype, rotary=(0, D)),
     )
+
+
+def token_bytes(config: ModelConfig, specs: tuple[StreamSpec, ...], layout: PoolLayout) -> int:
+    """Memory that one token takes in all layers of a pool: its rows with their padding, and a float32 for each scale."""
+    rows = sum(stored_width(s, layout) * s.dtype.itemsize + 4 * s.scaled for s in specs)
+    return config.num_layers * rows
+
+
+def pool_layout(config: ModelConfig, device: jax.Device | jax.sharding.Sharding | None = None) -> PoolLayout:
+    """The layout that the kernels of a device (default: the first) read: on a TPU `lanes`, if the model's widths fit
+    whole vector registers, else `plain`."""
+    one = next(iter(device.device_set)) if isinstance(device, jax.sharding.Sharding) else device or jax.devices()[0]
+    fits = config.kv_lora_rank % LANES == 0 and config.qk_rope_head_dim <= LANES
+    return "lanes" if one.platform == "tpu" and fits else "plain"
 
 
 def init_pool(
@@ -101,14 +136,20 @@ def init_pool(
     num_pages: int,
     dtype: DTypeLike = jnp.bfloat16,
     device: jax.Device | jax.sharding.Sharding | None = None,
+    *,
+    latent_dtype: DTypeLike | None = None,
 ) -> LatentPool:
-    """An empty pool. `num_pages` pages of 64 tokens, one of which is scratch; `2 * (R + D) * L` bytes a token in bf16.
+    """An empty pool. `num_pages` pages of 64 tokens, one of which is scratch; `2 * (R + D) * L` bytes a token in bf16,
+    `(R + 4 + 2 * D) * L` with `latent_dtype=jnp.float8_e4m3fn` (see `stream_specs`). On a TPU the layout is the one that
+    the kernels there read, with keys padded to 128 (see `pool_layout`).
 
     It is committed to `device` (default: the first), as the pools that jitted functions return are: an uncommitted one
     would make the second call compile again."""
     if num_pages < 2:
         raise RequestError(f"num_pages={num_pages}: a pool needs at least 2 pages, one of them is scratch")
-    pool = LatentPool.create(stream_specs(config, dtype), num_layers=config.num_layers, num_pages=num_pages)
+    specs = stream_specs(config, dtype, latent_dtype=latent_dtype)
+    layout = pool_layout(config, device)
+    pool = LatentPool.create(specs, num_layers=config.num_layers, num_pages=num_pages, layout=layout)
     return jax.device_put(pool, device or jax.devices()[0])
 
 

@@ -37,9 +37,7 @@ def _attend(
     rows = (q_latent, q_rope, position, sequence, pool, layer, table, items)
     if implementation == "triton":
         programs = target.num_cores * parameters.programs_per_core
-        return triton.attend(
-            *rows, scale=scale, parameters=parameters, num_programs=programs, interpret=interpret
-        )
+        return triton.attend(*rows, scale=scale, parameters=parameters, num_programs=programs, interpret=interpret)
     if implementation == "mosaic_gpu":
         return mosaic_gpu.attend(*rows, scale=scale, num_programs=target.num_cores, interpret=interpret)
     return mosaic_tpu.attend(*rows, scale=scale, block_rows=block_rows, interpret=interpret)
@@ -61,7 +59,7 @@ def decode(
 ) -> tuple[Float32[Array, "B H R"], Float32[Array, "B H"]]:
     """Each sequence's heads, padded, are whole blocks of rows."""
     B, H, R = q_latent.shape
-    parameters = parameters or absorbed_parameters(target, "decode", H, B, R)
+    parameters = parameters or absorbed_parameters(target, "decode", H, B, pool.spec("c_kv"))
     M = _block_rows(implementation, "decode", H, parameters)
     per_sequence = -(-H // M)
     q_latent, q_rope = (_padded_rows(x.swapaxes(0, 1), per_sequence * M).swapaxes(0, 1) for x in (q_latent, q_rope))
@@ -105,7 +103,7 @@ def extend(
     # Rows behind the last query of a sequence may be reserved and not written yet: they are not to be read.
     ends = jnp.zeros(table.num_sequences, jnp.int32).at[q_sequence].max(q_position.astype(jnp.int32) + 1)
     table = table.until(ends)
-    parameters = parameters or absorbed_parameters(target, "extend", H, table.num_sequences, R)
+    parameters = parameters or absorbed_parameters(target, "extend", H, table.num_sequences, pool.spec("c_kv"))
     M = _block_rows(implementation, "extend", H, parameters)
     order = None
     if table.num_sequences > 1:
@@ -115,8 +113,8 @@ def extend(
         )
         q_latent, q_rope = q_latent[order], q_rope[order]
     N = -(-T * H // M) * M
-    position = _padded_rows(jnp.repeat(q_position, H, total_repeat_length=T * H), N, -1).astype(jnp.int32)
-    sequence = jnp.repeat(q_sequence, H, total_repeat_length=T * H).astype(jnp.int32)
+    position = _padded_rows(jnp.repeat(q_position, H), N, -1).astype(jnp.int32)
+    sequence = jnp.repeat(q_sequence, H).astype(jnp.int32)
     sequence = _padded_rows(sequence, N, table.num_sequences - 1)
     out, lse = _attend(
         implementation,

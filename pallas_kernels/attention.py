@@ -10,7 +10,6 @@ Raises `ImplementationError` if the implementation asked for cannot serve the ca
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
@@ -18,10 +17,8 @@ from pallas_kernels import absorbed, expanded, xla
 from pallas_kernels.call import Call
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.fragments import FragmentTable
-from pallas_kernels.pool import LatentPool
+from pallas_kernels.pool import LatentPool, Layer
 from pallas_kernels.target import current_target
-
-Layer = int | Int[Array, ""]
 
 
 def mla_decode(

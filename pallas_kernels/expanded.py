@@ -67,7 +67,7 @@ def extend_expanded(
     def flash(keys: jax.Array, k_r: jax.Array, values: jax.Array, limit: jax.Array, *bounds: jax.Array):
         rest = (limit, *bounds)
         if implementation == "triton":
-            parameters = flash_parameters(target)
+            parameters = flash_parameters(target, dtype)
             return triton.flash(
                 q_nope, q_rope, keys, k_r, values, *rest, scale=scale, parameters=parameters, interpret=interpret
             )

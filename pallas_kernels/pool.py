@@ -20,6 +20,9 @@ SCRATCH_PAGE = 0
 LANES = 128
 """Width of a TPU vector register; an array whose last dimension is a multiple is stored there without padding."""
 
+Layer = int | Int[Array, ""]
+"""Index of a layer, static or on the device."""
+
 PoolLayout = Literal["plain", "lanes"]
 """How rows lie in memory. `plain`: as they are. `lanes`, for TPUs: the width is padded to a multiple of 128, and the two
 halves of a rotary row begin half the stored width apart, so that a rotation is one native roll. (A plain 64-wide stream
@@ -103,7 +106,7 @@ class LatentPool:
     def _index(self, name: str) -> int:
         return next(i for i, s in enumerate(self.specs) if s.name == name)
 
-    def read(self, name: str, layer: int, page: Int[Array, "*n"], slot: Int[Array, "*n"]) -> jax.Array:
+    def read(self, name: str, layer: Layer, page: Int[Array, "*n"], slot: Int[Array, "*n"]) -> jax.Array:
         """Rows of one stream, `[*n, width]`; scaled ones as bfloat16. Indexes the whole stream: slicing the layer out
         first would copy it."""
         spec, scale = self.spec(name), self.scale(name)
@@ -113,15 +116,15 @@ class LatentPool:
         factor = scale.at[layer, page, slot].get(mode="promise_in_bounds")
         return rows.astype(jnp.bfloat16) * factor[..., None].astype(jnp.bfloat16)
 
-    def write(self, layer: int, page: Int[Array, "T"], slot: Int[Array, "T"], **rows: jax.Array) -> LatentPool:
+    def write(self, layer: Layer, page: Int[Array, "T"], slot: Int[Array, "T"], **rows: jax.Array) -> LatentPool:
         """Stores one row `[T, width]` per token in each named stream, rounding to the stream's dtype."""
         arrays, scales = list(self.arrays), list(self.scales)
         for name, values in rows.items():
             i = self._index(name)
             stored, factor = _encoded(values, self.specs[i], self.layout)
             arrays[i] = arrays[i].at[layer, page, slot].set(stored, mode="promise_in_bounds")
-            if factor is not None:
-                scales[i] = scales[i].at[layer, page, slot].set(factor, mode="promise_in_bounds")
+            if factor is not None and (old := scales[i]) is not None:
+                scales[i] = old.at[layer, page, slot].set(factor, mode="promise_in_bounds")
         return dataclasses.replace(self, arrays=tuple(arrays), scales=tuple(scales))
 
 

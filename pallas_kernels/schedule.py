@@ -14,7 +14,7 @@ from typing import no_type_check
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Bool, Int, Int32
 
 from pallas_kernels.fragments import FragmentTable
 
@@ -40,8 +40,10 @@ class Items:
 class Pieces:
     """The pieces of all programs, `[P]` each: piece p covers the fragments `[first, stop)` of `sequence` for `block`;
     `whole` says that it is all there is for that block. Program g has the pieces `[program_first[g],
-    program_first[g + 1])`, block n `[block_first[n], block_first[n + 1])`; some are empty (`first == stop`). `by_size`
-    lists the pieces with the empty ones last, for kernels that run one program per piece."""
+    program_first[g + 1])`; some are empty (`first == stop`). `by_size` lists the pieces with the empty ones last, for
+    kernels that run one program per piece.
+
+    Block n, `[N]` each, has its pieces in `[block_first[n], block_stop[n])`; `finished` says that one of them is whole."""
 
     block: Int32[Array, "P"]
     sequence: Int32[Array, "P"]
@@ -50,7 +52,9 @@ class Pieces:
     whole: Int32[Array, "P"]
     by_size: Int32[Array, "P"]
     program_first: Int32[Array, "G1"]
-    block_first: Int32[Array, "N1"]
+    block_first: Int32[Array, "N"]
+    block_stop: Int32[Array, "N"]
+    finished: Bool[Array, "N"]
 
     @property
     def num_programs(self) -> int:
@@ -66,7 +70,7 @@ def decode_items(table: FragmentTable, blocks_per_sequence: int) -> Items:
     return Items(
         block=block,
         sequence=sequence,
-        count=jnp.repeat(count, blocks_per_sequence, total_repeat_length=block.size),
+        count=jnp.repeat(count, blocks_per_sequence),
         block_first=jnp.arange(block.size + 1, dtype=jnp.int32),
     )
 
@@ -102,7 +106,7 @@ def share_out(items: Items, num_programs: int) -> Pieces:
     """Cuts the items into pieces for `num_programs` programs (more, if there are more items). Where whole items load the
     programs about as well as equal shares, none is cut, and no merge is needed."""
     count = items.count
-    I, N = count.size, items.block_first.size - 1
+    I = count.size
     G = max(num_programs, I)
     ends = jnp.cumsum(count)
     total, begins = ends[-1], ends - count
@@ -119,7 +123,9 @@ def share_out(items: Items, num_programs: int) -> Pieces:
     piece_ends = jnp.append(cuts[1:], total)
     item = jnp.sum(begins[None] <= cuts[:, None], axis=1) - 1
     first = cuts - begins[item]
-    block_first = jnp.append(at_item, I + G)[items.block_first].astype(jnp.int32)
+    edges = jnp.append(begins, total)[items.block_first]  # of the blocks
+    block_first = jnp.sum(piece_ends[None] <= edges[:-1, None], axis=1, dtype=jnp.int32)
+    block_stop = jnp.sum(cuts[None] < edges[1:, None], axis=1, dtype=jnp.int32)
     alone = (items.block_first[1:] - items.block_first[:-1] == 1)[items.block[item]]
     whole = alone & (piece_ends - cuts == count[item]) & (count[item] > 0)
     return Pieces(
@@ -131,6 +137,8 @@ def share_out(items: Items, num_programs: int) -> Pieces:
         by_size=_filled_first(piece_ends - cuts),
         program_first=jnp.append(at_program, I + G).astype(jnp.int32),
         block_first=block_first,
+        block_stop=block_stop,
+        finished=(block_stop - block_first == 1) & whole[jnp.minimum(block_first, I + G - 1)],
     )
 
 
@@ -144,7 +152,9 @@ def by_block(items: Items) -> Pieces:
         whole=jnp.ones_like(items.count),
         by_size=_filled_first(items.count),
         program_first=items.block_first,
-        block_first=items.block_first,
+        block_first=items.block_first[:-1],
+        block_stop=items.block_first[1:],
+        finished=(items.count > 0)[items.block_first[:-1]],
     )
 
 

@@ -25,7 +25,7 @@ def current_target() -> Target:
     if abstract is not None:
         platform = getattr(abstract, "platform", None) or ("tpu" if "TPU" in abstract.device_kind else "gpu")
         return _target(platform, abstract.device_kind, None)
-    default = jax.config.jax_default_device
+    default = getattr(jax.config, "jax_default_device", None)
     device = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
     return _target(device.platform, device.device_kind, device)
 

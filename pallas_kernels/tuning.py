@@ -6,13 +6,15 @@ written from the figures that `benchmarks/tune_kernels.py` prints.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.resources
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax.numpy as jnp
+
+from pallas_kernels.pool import StreamSpec
 from pallas_kernels.target import Target
 
 Op = Literal["decode", "extend"]
@@ -42,28 +44,31 @@ class FlashParameters:
     stages: int
 
 
-def absorbed_parameters(target: Target, op: Op, heads: int, sequences: int, width: int) -> AbsorbedParameters:
-    """For queries of `heads` heads; `sequences` is the batch size of a decode; `width` the latent's."""
-    row = _tuned(target.kind, f"absorbed_{op}", heads=heads, sequences=sequences) if width == 512 else None
+def absorbed_parameters(target: Target, op: Op, heads: int, sequences: int, latent: StreamSpec) -> AbsorbedParameters:
+    """For queries of `heads` heads; `sequences` is the batch size; `latent` the stream that keys and values are."""
+    row = None
+    if latent.width == 512 and latent.dtype == jnp.bfloat16:
+        row = _tuned(target.kind, f"absorbed_{op}", heads=heads, sequences=sequences)
     if row is not None:
         return AbsorbedParameters(**row)
-    # Whole fragments where 64 rows of 512 fit into shared memory twice, half ones elsewhere; 16 rows of queries are the
-    # least that a tensor core takes, more than 32 do not fit the registers of one program beside the output.
-    roomy = target.capability >= 90 or width <= 256
+    # A tile of keys, twice, and the queries must fit into shared memory: whole fragments where 64 rows of bfloat16 do,
+    # half ones elsewhere. 16 rows of queries are the least that a tensor core takes.
+    wide = latent.width > 256 and (target.capability < 90 or latent.dtype != jnp.bfloat16)
+    narrow_block = latent.dtype == jnp.float32 and latent.width > 256
     return AbsorbedParameters(
-        block_rows=16 if op == "decode" and heads <= 16 else 32,
-        block_keys=64 if roomy else 32,
+        block_rows=16 if narrow_block or (op == "decode" and heads <= 16) else 32,
+        block_keys=32 if wide else 64,
         warps=4,
         stages=2,
         programs_per_core=2 if op == "decode" else 1,
     )
 
 
-def flash_parameters(target: Target) -> FlashParameters:
-    row = _tuned(target.kind, "flash")
+def flash_parameters(target: Target, dtype: jnp.dtype) -> FlashParameters:
+    row = _tuned(target.kind, "flash") if dtype == jnp.bfloat16 else None
     if row is not None:
         return FlashParameters(**row)
-    return FlashParameters(block_queries=64, block_keys=64, warps=4, stages=2)
+    return FlashParameters(block_queries=64, block_keys=32 if dtype == jnp.float32 else 64, warps=4, stages=2)
 
 
 def _tuned(kind: str, kernel: str, **sizes: int) -> dict[str, Any] | None:
@@ -78,7 +83,3 @@ def _data(kind: str) -> dict[str, Any]:
     name = kind.lower().replace(" ", "_") + ".json"
     file = importlib.resources.files("pallas_kernels") / "tuned" / name
     return json.loads(file.read_text()) if file.is_file() else {}
-
-
-def replaced(parameters: AbsorbedParameters, **changes: Any) -> AbsorbedParameters:
-    return dataclasses.replace(parameters, **changes)

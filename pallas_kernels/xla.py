@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels.fragments import FragmentTable
-from pallas_kernels.pool import LatentPool
+from pallas_kernels.pool import LatentPool, Layer
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.rotary import rotate_by_table
 
@@ -30,7 +30,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _load_block(
-    pool: LatentPool, layer: int, table: FragmentTable, sequence: jax.Array, positions: jax.Array, limit: jax.Array
+    pool: LatentPool, layer: Layer, table: FragmentTable, sequence: jax.Array, positions: jax.Array, limit: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`(c_kv, k_r turned to its target position, valid)` of the given target positions; zeros where not valid, so that
     whatever unused rows hold (NaN, say) cannot leak through 0 · x."""
@@ -86,7 +86,7 @@ def decode(
     q_latent: Float[Array, "B H R"],
     q_rope: Float[Array, "B H D"],
     pool: LatentPool,
-    layer: int,
+    layer: Layer,
     table: FragmentTable,
     *,
     scale: float,
@@ -108,7 +108,7 @@ def _for_each_block(
     q_position: jax.Array,
     q_sequence: jax.Array,
     pool: LatentPool,
-    layer: int,
+    layer: Layer,
     table: FragmentTable,
     state: State,
     fold: Callable[[State, jax.Array, jax.Array, jax.Array], State],
@@ -139,7 +139,7 @@ def extend(
     q_position: Int[Array, "T"],
     q_sequence: Int[Array, "T"],
     pool: LatentPool,
-    layer: int,
+    layer: Layer,
     table: FragmentTable,
     *,
     scale: float,
@@ -161,7 +161,7 @@ def extend_expanded(
     key_up: Float[Array, "H N R"],
     value_up: Float[Array, "H R W"],
     pool: LatentPool,
-    layer: int,
+    layer: Layer,
     table: FragmentTable,
     *,
     scale: float,

@@ -25,7 +25,7 @@ from irminsul_jax.checkpoint import Checkpoint, load_checkpoint
 from irminsul_jax.engine.options import EngineConfig
 from irminsul_jax.engine.outputs import RequestOutput
 from irminsul_jax.engine.request import Prompt, Request, parse_prompt
-from irminsul_jax.engine.runner import Runner, Slot, enable_compile_cache, num_compilations
+from irminsul_jax.engine.runner import Runner, Slot, bytes_per_token, enable_compile_cache, num_compilations
 from irminsul_jax.errors import RequestError
 from irminsul_jax.functional import check_prompt
 from irminsul_jax.sampling_params import SamplingParams, eos_token_ids
@@ -55,11 +55,11 @@ class Engine:
         self.default_sampling = SamplingParams.from_generation_config(checkpoint.generation_config)
         self.max_model_len = min(self.options.max_model_len or self.config.max_position, self.config.max_position)
         params = checkpoint.params
-        num_pages = 1 + -(-self._capacity_tokens(params.embedding.dtype) // PAGE_SIZE)
+        num_pages = 1 + -(-self._capacity_tokens() // PAGE_SIZE)
         self._runner = Runner(params, self.config, self.options, num_pages)
         self._cache = LatentCache(self.cache_config, num_pages=num_pages)
-        dtypes = f"{params.embedding.dtype} {self._runner.pool['c_kv'].dtype}"
-        self._model_key = f"{checkpoint.fingerprint} {dtypes} {self.config.rope}"
+        dtypes = [params.embedding.dtype, *(stream.dtype for stream in self._runner.pool.specs)]
+        self._model_key = f"{checkpoint.fingerprint} {' '.join(map(str, dtypes))} {self.config.rope}"
         if self.config.shift_refusal and not self.cache_config.exact_only:
             _log.warning("%s", self.config.shift_refusal)
         self._slots: list[Slot | None] = [None] * self.options.max_num_seqs
@@ -338,13 +338,11 @@ class Engine:
         with self._inbox_lock:
             self._waiting.extendleft(reversed(again))
 
-    def _capacity_tokens(self, params_dtype: Any) -> int:
+    def _capacity_tokens(self) -> int:
         """Rows of the pool: as configured, else what is left of the accelerator's memory, else 2 GiB or 256k tokens."""
         if self.cache_config.capacity_tokens is not None:
             return self.cache_config.capacity_tokens
-        c = self.config
-        dtype = np.dtype(self.options.cache_dtype or params_dtype)
-        per_token = c.num_layers * (c.kv_lora_rank + c.qk_rope_head_dim) * dtype.itemsize
+        per_token = bytes_per_token(self.checkpoint.params, self.config, self.options)
         memory = jax.local_devices()[0].memory_stats() or {}
         if "bytes_limit" in memory:
             # A fifth of what is free stays for activations and compiled programs.

@@ -16,7 +16,18 @@ from irminsul_jax.config import ModelConfig
 from irminsul_jax.engine.options import EngineConfig, cache_directory
 from irminsul_jax.engine.outputs import TokenLogprobs
 from irminsul_jax.engine.request import Request
-from irminsul_jax.functional import QUERY_BUCKETS, Batch, DecodeState, decode_loop, init_pool, prefill, query_bucket
+from irminsul_jax.functional import (
+    QUERY_BUCKETS,
+    Batch,
+    DecodeState,
+    decode_loop,
+    init_pool,
+    pool_layout,
+    prefill,
+    query_bucket,
+    stream_specs,
+    token_bytes,
+)
 from irminsul_jax.model.params import Params
 from irminsul_jax.rope import inv_freq
 from irminsul_jax.sampling import Sampled, SamplerState, is_stop, sample_rows
@@ -46,10 +57,8 @@ class Runner:
 
     def reset(self) -> None:
         """A new, empty pool, on the device of the parameters."""
-        embedding = self.params.embedding
-        dtype = jnp.dtype(self.options.cache_dtype or embedding.dtype)
-        device = next(iter(embedding.sharding.device_set))
-        self.pool: LatentPool = init_pool(self.config, self.num_pages, dtype, device)
+        dtypes = _cache_dtypes(self.options, self.params)
+        self.pool: LatentPool = init_pool(self.config, self.num_pages, device=_device(self.params), **dtypes)
 
     def prefill(self, request: Request, rows: np.ndarray, shifts: np.ndarray, new: np.ndarray) -> Slot:
         """Computes the tokens at the positions `new` of the request's prompt, in chunks, and samples its first token."""
@@ -133,6 +142,24 @@ class Runner:
             num_top=num_top,
         )
         return jax.device_get(sampled)
+
+
+def bytes_per_token(params: Params, config: ModelConfig, options: EngineConfig) -> int:
+    """Memory that one token takes in the pool of a `Runner` with these arguments."""
+    specs = stream_specs(config, **_cache_dtypes(options, params))
+    return token_bytes(config, specs, pool_layout(config, _device(params)))
+
+
+def _cache_dtypes(options: EngineConfig, params: Params) -> dict[str, Any]:
+    """`dtype` and `latent_dtype` of the pool. Rotary keys beside float8 latents keep the parameters' dtype, so that they
+    are as exact as without: the saving is in the latents, the shift in the keys."""
+    if options.cache_dtype == "float8_e4m3":
+        return {"dtype": params.embedding.dtype, "latent_dtype": jnp.float8_e4m3fn}
+    return {"dtype": jnp.dtype(options.cache_dtype or params.embedding.dtype), "latent_dtype": None}
+
+
+def _device(params: Params) -> jax.Device:
+    return next(iter(params.embedding.sharding.device_set))
 
 
 _NO_FRAGMENTS = fragments_of(np.zeros(0, np.int32), np.zeros(0, np.int32))

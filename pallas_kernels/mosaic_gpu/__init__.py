@@ -7,15 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.fragments import FragmentTable
-from pallas_kernels.mosaic_gpu.fit import is_faster, why_not
+from pallas_kernels.mosaic_gpu.fit import BLOCK_ROWS, is_faster, why_not
 from pallas_kernels.pool import LatentPool
 from pallas_kernels.schedule import Items, by_block, share_out
 from pallas_kernels.triton import MERGE_TILE, merge_pieces
 
 __all__ = ["BLOCK_ROWS", "attend", "is_faster", "why_not"]
-
-BLOCK_ROWS = 64
-"""Query rows of one program: the least that a warpgroup's product takes."""
 
 
 def attend(
@@ -37,7 +34,7 @@ def attend(
     from pallas_kernels.mosaic_gpu.absorbed import attend_pieces
 
     N, R = q_latent.shape
-    many = N // BLOCK_ROWS >= 4 * num_programs and table.num_sequences == 1
+    many = 4 * num_programs <= N // BLOCK_ROWS and table.num_sequences == 1
     pieces = by_block(items) if many else share_out(items, num_programs)
     operands = {
         "q_latent": q_latent,
@@ -59,5 +56,5 @@ def attend(
         jax.ShapeDtypeStruct((N, R), f32),
         jax.ShapeDtypeStruct((N,), f32),
     ]
-    outputs = attend_pieces(operands, pieces, out_type, scale=scale, interpret=interpret)
-    return merge_pieces(*outputs, pieces, num_programs, interpret=interpret)
+    part, part_lse, out, lse = attend_pieces(operands, pieces, out_type, scale=scale, interpret=interpret)
+    return merge_pieces(part, part_lse, out, lse, pieces, num_programs, interpret=interpret)

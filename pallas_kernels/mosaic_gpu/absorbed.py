@@ -3,13 +3,15 @@
 A program has 64 query rows and one piece of work. Both consumer warpgroups score the whole page (64×64) and each
 accumulates one half of the output's columns (64×256); scoring twice costs a third of the operations and saves the exchange
 of weights through shared memory, for which there is no room beside two pages. The producer copies one page while the other
-is computed, turns its 64×64 rotary key tile once, in shared memory, for both consumers, and clears the rows outside a
-fragment, whatever they hold.
+is computed; the rotary keys come one page earlier, so that it can turn their 64×64 tile in shared memory, once for both
+consumers, while nobody waits for it. Rows outside a fragment are cleared before their product, whatever they hold.
 """
+
+# The type checker sees the oldest jax in range, whose Mosaic GPU differs.
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportReturnType=false
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -18,13 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.fragments import FragmentTable
-from pallas_kernels.pool import PAGE_SIZE, LatentPool
-from pallas_kernels.schedule import Items, Pieces, by_block, share_out
+from pallas_kernels.mosaic_gpu.fit import BLOCK_ROWS
+from pallas_kernels.pool import PAGE_SIZE
+from pallas_kernels.schedule import Pieces
 
-BLOCK_ROWS = 64
 HALF = 256
 """Columns of the latent that one consumer accumulates."""
 
@@ -39,16 +39,16 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 216, 72
 """Per thread: three warpgroups start with 168 each, and what the producer gives up the consumers get. More in all than
 at the start would wait for ever."""
 
-STAGES = 2
-"""Pages in shared memory: queries and two pages fill 216 of its 227 KiB."""
+STAGES, KEY_STAGES = 2, 3
+"""Latent pages and rotary key tiles in shared memory; with the queries they fill 224 of its 227 KiB."""
 
 
 class _Shared:
     """Shared memory and barriers of one program, per stage; pages and queries in halves of the columns."""
 
-    def __init__(self, q, q_rope, pages, keys, q_full, page_full, key_full, ready, used):
+    def __init__(self, q, q_rope, pages, keys, q_full, page_full, key_full, turned, used):
         self.q, self.q_rope, self.pages, self.keys = q, q_rope, pages, keys
-        self.q_full, self.page_full, self.key_full, self.ready, self.used = q_full, page_full, key_full, ready, used
+        self.q_full, self.page_full, self.key_full, self.turned, self.used = q_full, page_full, key_full, turned, used
 
     @staticmethod
     def allocation() -> list[Any]:
@@ -59,11 +59,11 @@ class _Shared:
             smem((2, BLOCK_ROWS, HALF), bf16, transforms=wide),
             smem((BLOCK_ROWS, 64), bf16, transforms=narrow),
             smem((STAGES, 2, PAGE_SIZE, HALF), bf16, transforms=wide),
-            smem((STAGES, PAGE_SIZE, 64), bf16, transforms=narrow),
+            smem((KEY_STAGES, PAGE_SIZE, 64), bf16, transforms=narrow),
             barrier(num_arrivals=3),  # q_full: three copies have landed
             barrier(num_barriers=(STAGES, 2)),  # page_full
-            barrier(num_barriers=STAGES),  # key_full
-            barrier(num_barriers=STAGES),  # ready: keys are turned, rows outside the fragment are zero
+            barrier(num_barriers=KEY_STAGES),  # key_full
+            barrier(num_barriers=KEY_STAGES),  # turned
             barrier(num_arrivals=2, num_barriers=STAGES),  # used: both consumers are done with the page
         ]
 
@@ -83,9 +83,7 @@ def _produce(refs: dict[str, Any], shared: _Shared, p: jax.Array, n: jax.Array) 
     layer = refs["layer"][0]
 
     def turn_keys(turn: jax.Array, stage: jax.Array) -> None:
-        cos, sin = (
-            plgpu.load(refs[name].at[turn], layout=tile.reduce(0), optimized=False) for name in ("cos", "sin")
-        )
+        cos, sin = (plgpu.load(refs[name].at[turn], layout=tile.reduce(0), optimized=False) for name in ("cos", "sin"))
         halves = [shared.keys.at[stage, :, pl.ds(column, 32)] for column in (0, 32)]
         a, b = (plgpu.load(half, layout=tile).astype(f32) for half in halves)
         cos, sin = _per_column(cos, a.shape), _per_column(sin, a.shape)
@@ -93,19 +91,20 @@ def _produce(refs: dict[str, Any], shared: _Shared, p: jax.Array, n: jax.Array) 
         halves[1][...] = (b * cos + a * sin).astype(bf16)
         plgpu.commit_smem()
 
-    def clear_unused(lo: jax.Array, hi: jax.Array, stage: jax.Array) -> None:
-        row = plgpu.broadcasted_iota(i32, (PAGE_SIZE,), 0, layout=tile.reduce(1))
-        keep = _per_row(jnp.where((row >= lo) & (row < hi), 1, 0), (PAGE_SIZE, 64)) > 0
-        zero = plgpu.layout_cast(jnp.zeros((PAGE_SIZE, 64), bf16), tile)
-        for half in range(2):
-            for column in range(0, HALF, 64):
-                columns = shared.pages.at[stage, half, :, pl.ds(column, 64)]
-                columns[...] = jnp.where(keep, plgpu.load(columns, layout=tile), zero)
-        plgpu.commit_smem()
-
     def fragment(i: jax.Array) -> tuple[jax.Array, ...]:
         f = first + jnp.minimum(i, n - 1)
-        return tuple(refs[name][sequence, f] for name in ("page", "lo", "hi", "turn") if name in refs)
+        return tuple(refs[name][sequence, f] for name in ("page", "turn") if name in refs)
+
+    def copy_keys(i: jax.Array, page: jax.Array) -> None:
+        stage = lax.rem(i, i32(KEY_STAGES))
+        plgpu.copy_gmem_to_smem(refs["k_r"].at[layer, page], shared.keys.at[stage], shared.key_full.at[stage])
+
+    def prepare_keys(i: jax.Array, *turn: jax.Array) -> None:
+        stage = lax.rem(i, i32(KEY_STAGES))
+        plgpu.barrier_wait(shared.key_full.at[stage])
+        if turn:
+            pl.when(turn[0] > 0)(lambda: turn_keys(turn[0], stage))
+        plgpu.barrier_arrive(shared.turned.at[stage])
 
     rows = pl.ds(refs["block"][p] * BLOCK_ROWS, BLOCK_ROWS)
     for half in range(2):
@@ -113,25 +112,24 @@ def _produce(refs: dict[str, Any], shared: _Shared, p: jax.Array, n: jax.Array) 
         plgpu.copy_gmem_to_smem(refs["q_latent"].at[rows, columns], shared.q.at[half], shared.q_full)
     plgpu.copy_gmem_to_smem(refs["q_rope"].at[rows], shared.q_rope, shared.q_full)
 
-    def each(i: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        page, lo, hi, *turn = now
+    def each(i: jax.Array, carry: Any) -> Any:
+        now, upcoming = carry
+        after = fragment(i + 2)  # loaded long before it is needed
         stage = lax.rem(i, i32(STAGES))
-        upcoming = fragment(i + 1)  # loaded long before it is needed
         pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(shared.used.at[stage]))
-        plgpu.copy_gmem_to_smem(refs["k_r"].at[layer, page], shared.keys.at[stage], shared.key_full.at[stage])
+        # The tile of the next keys was last read with the page whose end has just been awaited. They come first, so that
+        # they are turned before this page has arrived.
+        pl.when(i + 1 < n)(lambda: copy_keys(i + 1, upcoming[0]))
         for half in range(2):
-            source = refs["c_kv"].at[layer, page, :, pl.ds(HALF * half, HALF)]
+            source = refs["c_kv"].at[layer, now[0], :, pl.ds(HALF * half, HALF)]
             plgpu.copy_gmem_to_smem(source, shared.pages.at[stage, half], shared.page_full.at[stage, half])
-        plgpu.barrier_wait(shared.key_full.at[stage])
-        if turn:
-            pl.when(turn[0] > 0)(lambda: turn_keys(turn[0], stage))
-        for half in range(2):
-            plgpu.barrier_wait(shared.page_full.at[stage, half])
-        pl.when(hi - lo < PAGE_SIZE)(lambda: clear_unused(lo, hi, stage))
-        plgpu.barrier_arrive(shared.ready.at[stage])
-        return upcoming
+        pl.when(i + 1 < n)(lambda: prepare_keys(i + 1, *upcoming[1:]))
+        return upcoming, after
 
-    lax.fori_loop(0, n, each, fragment(i32(0)))
+    start = fragment(i32(0))
+    copy_keys(i32(0), start[0])
+    prepare_keys(i32(0), *start[1:])
+    lax.fori_loop(0, n, each, (start, fragment(i32(1))))
 
     @pl.loop(jnp.maximum(n - STAGES, i32(0)), n)
     def _(i: jax.Array) -> None:  # no barrier is left in the middle of a phase
@@ -160,16 +158,16 @@ def _consume(
     def filled(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
         return plgpu.layout_cast(jnp.full(shape, value, f32), layout)
 
-    def scores_of(stage: jax.Array) -> jax.Array:
+    def scores_of(stage: jax.Array, key_stage: jax.Array) -> jax.Array:
         def products(acc: Any) -> jax.Array:
             for half in range(2):
                 plgpu.barrier_wait(shared.page_full.at[stage, half])
                 plgpu.wgmma(acc, shared.q.at[half], shared.pages.at[stage, half].transpose((1, 0)))
-            plgpu.barrier_wait(shared.ready.at[stage])
-            plgpu.wgmma(acc, shared.q_rope, shared.keys.at[stage].transpose((1, 0)))
+            plgpu.barrier_wait(shared.turned.at[key_stage])
+            plgpu.wgmma(acc, shared.q_rope, shared.keys.at[key_stage].transpose((1, 0)))
             return acc[...]
 
-        return pl.run_scoped(products, plgpu.ACC(shape, f32)) * (scale * LOG2E)
+        return pl.run_scoped(products, plgpu.WGMMAAccumulatorRef(shape, f32)) * (scale * LOG2E)
 
     def masked(scores: jax.Array, lo: jax.Array, hi: jax.Array, start: jax.Array) -> jax.Array:
         nothing = filled(MASKED, shape, tile)
@@ -183,11 +181,22 @@ def _consume(
             return scores
         return jnp.where(_per_column(column + start, shape) <= _per_row(limit, shape), scores, nothing)
 
+    def clear_unused(lo: jax.Array, hi: jax.Array, stage: jax.Array) -> None:
+        """Zeros in the rows of this warpgroup's half that are not in the fragment. The other one may still score them:
+        it masks what it gets."""
+        row = plgpu.broadcasted_iota(i32, (PAGE_SIZE,), 0, layout=per_row)
+        keep = _per_row(jnp.where((row >= lo) & (row < hi), 1, 0), (PAGE_SIZE, 64)) > 0
+        zero = plgpu.layout_cast(jnp.zeros((PAGE_SIZE, 64), bf16), tile)
+        for begin in range(0, HALF, 64):
+            columns = shared.pages.at[stage, w, :, pl.ds(begin, 64)]
+            columns[...] = jnp.where(keep, plgpu.load(columns, layout=tile), zero)
+        plgpu.commit_smem()
+
     def accumulate(acc: jax.Array, weights: jax.Array, stage: jax.Array) -> jax.Array:
         values = shared.pages.at[stage, w]
         if interpret:  # the interpreter has no operands in registers
             return acc + jnp.dot(weights, values[...], preferred_element_type=f32)
-        return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, values))(plgpu.ACC.init(acc))
+        return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, values))(plgpu.WGMMAAccumulatorRef.init(acc))
 
     def fragment(i: jax.Array) -> tuple[jax.Array, ...]:
         f = first + jnp.minimum(i, n - 1)
@@ -197,8 +206,10 @@ def _consume(
     def each(i: jax.Array, state: Any) -> Any:
         acc, top, total, now = state
         stage = lax.rem(i, i32(STAGES))
-        scores = scores_of(stage)
+        scores = scores_of(stage, lax.rem(i, i32(KEY_STAGES)))
         upcoming = fragment(i + 1)  # loaded long before it is needed
+        lo, hi, _ = now
+        pl.when(hi - lo < PAGE_SIZE)(lambda: clear_unused(lo, hi, stage))
         scores = masked(scores, *now)
         new_top = jnp.maximum(top, scores.max(axis=1))
         keep = jnp.exp2(top - new_top)
@@ -209,9 +220,9 @@ def _consume(
         return acc, new_top, total, upcoming
 
     start = (
-        filled(0, (BLOCK_ROWS, HALF), tile),
+        filled(0.0, (BLOCK_ROWS, HALF), tile),
         filled(MASKED, (BLOCK_ROWS,), per_row),
-        filled(0, (BLOCK_ROWS,), per_row),
+        filled(0.0, (BLOCK_ROWS,), per_row),
         fragment(i32(0)),
     )
     plgpu.barrier_wait(shared.q_full)

@@ -7,6 +7,9 @@ from jax import numpy as jnp
 
 from pallas_kernels.call import Call
 
+BLOCK_ROWS = 64
+"""Query rows of one program: the least that a warpgroup's product takes."""
+
 MIN_JAX = (0, 11, 2)
 """First version with everything that the kernels use."""
 

@@ -32,7 +32,7 @@ MASKED = -1e30
 MIN_DOT = 16
 """Smallest dimension of a product in Triton; keys whose rotary halves are narrower are turned as a whole."""
 
-MERGE_TILE = 64
+MERGE_TILE = 128
 """Most partial results that are loaded at once; arrays over pieces are that much longer, so that no load ends outside."""
 
 State = tuple[jax.Array, jax.Array, jax.Array]
@@ -331,20 +331,16 @@ def merge_pieces(
     def kernel(refs: dict[str, Any], out_ref: Any, lse_ref: Any) -> None:
         block = lax.div(pl.program_id(0), jnp.int32(M // lines))
         first_line = lax.rem(pl.program_id(0), jnp.int32(M // lines)) * lines
-        begin, end = refs["block_first"][block], refs["block_first"][block + 1]
+        begin, end = refs["block_first"][block], refs["block_stop"][block]
         columns_here = pl.ds(pl.program_id(1) * columns, columns)
         steps = lax.div(end - begin + (tile - 1), jnp.int32(tile))
-
-        def some_at(i: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-            here = pl.ds(begin + i * tile, tile)
-            inside = begin + i * tile + jnp.arange(tile, dtype=jnp.int32) < end
-            some = inside & (refs["stop"][here] > refs["first"][here])
-            return here, some, jnp.where(some, refs["whole"][here], 0)
 
         def merge_line(line: jax.Array, carry: jax.Array) -> jax.Array:
             def fold(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 merged, top, total = state
-                here, some, _ = some_at(i)
+                here = pl.ds(begin + i * tile, tile)
+                inside = begin + i * tile + jnp.arange(tile, dtype=jnp.int32) < end
+                some = inside & (refs["stop"][here] > refs["first"][here])
                 part_lse = plt.load(refs["partial_lse"].at[here, line], mask=some, other=-jnp.inf)
                 part_lse = jnp.maximum(part_lse * LOG2E, MASKED)
                 part = plt.load(
@@ -367,9 +363,7 @@ def merge_pieces(
             lse_ref[row] = jnp.where(attended, top * LN2 + jnp.log(total), -jnp.inf)
             return carry
 
-        whole = lax.fori_loop(0, steps, lambda i, found: jnp.maximum(found, some_at(i)[2].max()), jnp.int32(0))
-
-        @pl.when(whole == 0)
+        @pl.when(jnp.logical_not(refs["finished"][block]))
         def _() -> None:
             lax.fori_loop(first_line, first_line + lines, merge_line, jnp.int32(0))
 
@@ -378,8 +372,8 @@ def merge_pieces(
         "lse": lse,
         "partial": partial,
         "partial_lse": partial_lse,
-        **{name: jnp.pad(getattr(pieces, name), (0, MERGE_TILE)) for name in ("first", "stop", "whole")},
-        "block_first": pieces.block_first,
+        **{name: jnp.pad(getattr(pieces, name), (0, MERGE_TILE)) for name in ("first", "stop")},
+        **{name: getattr(pieces, name) for name in ("block_first", "block_stop", "finished")},
     }
     return _call(
         kernel,

@@ -37,7 +37,7 @@ def flash(
     Q, K = parameters.block_queries, parameters.block_keys
     precision = lax.Precision.HIGHEST if q_nope.dtype == jnp.float32 else None
 
-    def kernel(q_nope_ref, q_rope_ref, keys_ref, k_rope_ref, values_ref, limit_ref, bounds_ref, out_ref, lse_ref):  # noqa: ANN001
+    def kernel(q_nope_ref, q_rope_ref, keys_ref, k_rope_ref, values_ref, limit_ref, bounds_ref, out_ref, lse_ref):
         queries = pl.ds(pl.program_id(0) * Q, Q)
         head = pl.program_id(1)
         q_nope, q_rope, limit = q_nope_ref[head, queries, :], q_rope_ref[head, queries, :], limit_ref[queries]

@@ -39,8 +39,8 @@ class Layout:
         return c_kv, turned(k_r, self.shifts[b])
 
 
-def turned(k_r: np.ndarray, shift: Any, inv_freq: np.ndarray = INV_FREQ) -> np.ndarray:
-    angle = np.asarray(shift, np.float64)[..., None] * inv_freq
+def turned(k_r: np.ndarray, shift: Any, inv_freq: np.ndarray | None = None) -> np.ndarray:
+    angle = np.asarray(shift, np.float64)[..., None] * (INV_FREQ if inv_freq is None else inv_freq)
     first, second = np.split(k_r.astype(np.float64), 2, axis=-1)
     cos, sin = np.cos(angle), np.sin(angle)
     return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)

@@ -64,9 +64,8 @@ def bf16_pool(seed: int = 0) -> LatentPool:
         StreamSpec(name="c_kv", width=R, dtype=bf16),
         StreamSpec(name="k_r", width=D, dtype=bf16, rotary=(0, D)),
     )
-    return LatentPool(
-        arrays=tuple(jnp.asarray(rng.standard_normal((1, 6, PAGE_SIZE, s.width)), bf16) for s in specs), specs=specs
-    )
+    rows = {s.name: jnp.asarray(rng.standard_normal((1, 6, PAGE_SIZE, s.width))) for s in specs}
+    return LatentPool.from_rows(specs, **rows)
 
 
 @pytest.mark.parametrize("shift", [0, 7, -160_000, 160_000])

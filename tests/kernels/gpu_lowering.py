@@ -1,0 +1,55 @@
+"""Lowers for GPUs on a machine that has none, at the shapes of production (shapes take no memory)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+try:
+    from jax.sharding import AbstractDevice
+except ImportError:  # jax 0.10
+    from jax._src.mesh import AbstractDevice
+
+from pallas_kernels import FragmentTable, LatentPool, StreamSpec
+
+LAYERS, PAGES = 27, 2000
+
+
+def naming(device_kind: str, platform: str = "gpu") -> Any:
+    """A context in which computations are traced for that device."""
+    device = AbstractDevice(device_kind=device_kind, num_cores=None, platform=platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def lowered_text(function: Callable, *shapes: Any, device_kind: str = "NVIDIA H200") -> str:
+    with naming(device_kind):
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def shape(*dimensions: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dimensions, dtype)
+
+
+def pool(latent: Any = jnp.bfloat16, layers: int = LAYERS, pages: int = PAGES) -> LatentPool:
+    specs = (
+        StreamSpec(name="c_kv", width=512, dtype=jnp.dtype(latent)),
+        StreamSpec(name="k_r", width=64, dtype=jnp.dtype(jnp.bfloat16), rotary=(0, 64)),
+    )
+    return jax.eval_shape(lambda: LatentPool.create(specs, num_layers=layers, num_pages=pages))
+
+
+def table(sequences: int, fragments: int, turns: int = 512) -> FragmentTable:
+    field = shape(sequences, fragments, dtype=jnp.int32)
+    angles = shape(turns, 32, dtype=jnp.float32)
+    return FragmentTable(page=field, lo=field, hi=field, start=field, turn=field, cos=angles, sin=angles)
+
+
+def makers_of_the_pool(text: str) -> list[str]:
+    """Operations of a lowered program that make an array as large as a stream of the pool."""
+    made = rf"= \"?(stablehlo\.\w+).*-> tensor<{LAYERS}x{PAGES}x64x\d+x\w+>"
+    return re.findall(made, text)
