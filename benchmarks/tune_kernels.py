@@ -39,7 +39,7 @@ def candidates(heads: int) -> list[AbsorbedParameters]:
     rows = (16,) if heads <= 16 else (32, 64)
     return [
         AbsorbedParameters(block_rows=r, block_keys=k, warps=w, stages=s, programs_per_core=c)
-        for r, k, w, s, c in itertools.product(rows, (32, 64), (4, 8), (2, 3), (1, 2))
+        for r, k, w, s, c in itertools.product(rows, (32, 64), (4, 8), (2, 3, 4, 5), (1, 2))
     ]
 
 

@@ -143,7 +143,9 @@ def share_out(items: Items, num_programs: int) -> Pieces:
 
 
 def by_block(items: Items) -> Pieces:
-    """One program per block, one piece per item: for blocks in such numbers that every program has enough to do."""
+    """One program per block, one piece per item: for blocks in such numbers that every program has enough to do.
+    `whole` and `finished` hold for one sequence, where a block has one item; a program that folds all items of its block
+    before it stores the rows reads neither."""
     return Pieces(
         block=items.block,
         sequence=items.sequence,

@@ -132,11 +132,17 @@ def _fold_fragments(
         limit = jnp.where(refs["row_sequence"][rows] == sequence, refs["row_position"][rows], -1)
     steps = PAGE_SIZE // K
 
-    def fold(i: jax.Array, state: State) -> State:
-        out, top, total = state
+    def fragment(i: jax.Array) -> tuple[jax.Array, ...]:
+        f = jnp.maximum(jnp.minimum(lax.div(i, jnp.int32(steps)), stop - 1), 0)  # an empty item stops at 0
+        return tuple(refs[name][sequence, f] for name in ("page", "lo", "hi", "turn") if name in refs)
+
+    def fold(i: jax.Array, carry: tuple[State, Any]) -> tuple[State, Any]:
+        """Where the next keys lie is loaded one step ahead: addresses that depend on a load of the same step keep Triton
+        from copying more than one tile at a time."""
+        (out, top, total), (page, lo, hi, *turn) = carry
+        upcoming = fragment(i + 1)
         f = lax.div(i, jnp.int32(steps)) if steps > 1 else i
         slot = lax.rem(i, jnp.int32(steps)) * K if steps > 1 else jnp.int32(0)
-        page, lo, hi = (refs[name][sequence, f] for name in ("page", "lo", "hi"))
         valid = (slots + slot >= lo) & (slots + slot < hi)
         c_kv = plt.load(
             refs["c_kv"].at[layer, page, pl.ds(slot, K), :],
@@ -150,7 +156,7 @@ def _fold_fragments(
         scores = plt.dot(q_latent, c_kv.T, precision=precision)
         if factor is not None:
             scores *= factor[None, :]
-        scores += rope_scores(sequence, f, page, pl.ds(slot, K), valid)
+        scores += rope_scores(page, pl.ds(slot, K), valid, *turn)
         seen = valid[None, :]
         if limit is not None:
             position = refs["start"][sequence, f] + slot + slots
@@ -163,13 +169,14 @@ def _fold_fragments(
         if factor is not None:
             weights *= factor[None, :]
         out = out * keep[:, None] + plt.dot(weights.astype(c_kv.dtype), c_kv, precision=precision)
-        return out, new_top, total
+        return (out, new_top, total), upcoming
 
-    return lax.fori_loop(first * steps, stop * steps, fold, state)
+    begin = first * steps
+    return lax.fori_loop(begin, stop * steps, fold, (state, fragment(begin)))[0]
 
 
 def _rope_scores(refs: dict[str, Any], rows: Any, precision: Any) -> Callable[..., jax.Array]:
-    """`scores(sequence, fragment, page, slots, valid)`: the rotary part of the scores, with the keys turned by the
+    """`scores(page, slots, valid, turn)`: the rotary part of the scores, with the keys turned by the
     fragment's shift in float32 as they load. Values cannot be sliced or joined here, so both halves are loaded apart."""
     D = refs["k_r"].shape[-1]
     half = D // 2
@@ -179,8 +186,7 @@ def _rope_scores(refs: dict[str, Any], rows: Any, precision: Any) -> Callable[..
         mask = jnp.broadcast_to(valid[:, None], (valid.shape[0], width))
         return plt.load(refs["k_r"].at[layer, page, slots, columns], mask=mask, other=0.0)
 
-    def turn_of(sequence: jax.Array, f: jax.Array) -> tuple[jax.Array, jax.Array]:
-        turn = refs["turn"][sequence, f]
+    def angles(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         return refs["cos"][turn, :][None, :], refs["sin"][turn, :][None, :]
 
     if half < MIN_DOT:
@@ -189,10 +195,10 @@ def _rope_scores(refs: dict[str, Any], rows: Any, precision: Any) -> Callable[..
         lines, columns = jnp.arange(D)[:, None], jnp.arange(D)[None, :]
         swap = ((lines == columns + half) | (lines + half == columns)).astype(q.dtype)
 
-        def whole(sequence: jax.Array, f: jax.Array, page: jax.Array, slots: Any, valid: jax.Array) -> jax.Array:
+        def whole(page: jax.Array, slots: Any, valid: jax.Array, *turn: jax.Array) -> jax.Array:
             k = load(page, slots, valid, slice(None), D)
-            if "turn" in refs:
-                cos, sin = turn_of(sequence, f)
+            if turn:
+                cos, sin = angles(*turn)
                 k = (k.astype(jnp.float32) * cos + plt.dot(k, swap, precision=precision) * sin).astype(k.dtype)
             return plt.dot(q, k.T, precision=precision)
 
@@ -200,10 +206,10 @@ def _rope_scores(refs: dict[str, Any], rows: Any, precision: Any) -> Callable[..
 
     q_first, q_second = refs["q_rope"][rows, pl.ds(0, half)], refs["q_rope"][rows, pl.ds(half, half)]
 
-    def halves(sequence: jax.Array, f: jax.Array, page: jax.Array, slots: Any, valid: jax.Array) -> jax.Array:
+    def halves(page: jax.Array, slots: Any, valid: jax.Array, *turn: jax.Array) -> jax.Array:
         first, second = (load(page, slots, valid, pl.ds(offset, half), half) for offset in (0, half))
-        if "turn" in refs:
-            cos, sin = turn_of(sequence, f)
+        if turn:
+            cos, sin = angles(*turn)
             a, b = first.astype(jnp.float32), second.astype(jnp.float32)
             first, second = (x.astype(first.dtype) for x in (a * cos - b * sin, b * cos + a * sin))
         return plt.dot(q_first, first.T, precision=precision) + plt.dot(q_second, second.T, precision=precision)

@@ -49,7 +49,26 @@ def table(sequences: int, fragments: int, turns: int = 512) -> FragmentTable:
     return FragmentTable(page=field, lo=field, hi=field, start=field, turn=field, cos=angles, sin=angles)
 
 
-def makers_of_the_pool(text: str) -> list[str]:
-    """Operations of a lowered program that make an array as large as a stream of the pool."""
-    made = rf"= \"?(stablehlo\.\w+).*-> tensor<{LAYERS}x{PAGES}x64x\d+x\w+>"
-    return re.findall(made, text)
+def pool_sized(text: str) -> list[str]:
+    """Lines of a lowered program whose result is as large as a stream of the pool or one layer of it. Parameters and
+    what loops carry along are not made anew."""
+    found = []
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith(("module", "func.func", "return", "stablehlo.return")) or "stablehlo.while" in line:
+            continue
+        result = line.rsplit("->" if "->" in line else " : ", 1)[-1]
+        if re.search(rf"tensor<(\d+x)*{PAGES}x64x", result):
+            found.append(line)
+    return found
+
+
+def arguments_of(op: str, latent: Any, heads: int) -> tuple[Any, ...]:
+    """Of a public op: 64 sequences for decode, 512 new tokens of two sequences otherwise."""
+    at, layer, q_rope = shape(512, dtype=jnp.int32), shape(dtype=jnp.int32), shape(512, heads, 64)
+    common = pool(latent), layer
+    if op == "decode":
+        return shape(64, heads, 512), shape(64, heads, 64), *common, table(64, 512)
+    if op == "extend":
+        return shape(512, heads, 512), q_rope, at, at, *common, table(2, 2048)
+    up = shape(heads, 128, 512), shape(heads, 512, 128)
+    return shape(512, heads, 128), q_rope, at, at, *up, *common, table(2, 2048)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import LatentPool, StreamSpec, absorbed, mla_decode, mla_extend, mla_extend_expanded, xla
+from pallas_kernels import LatentPool, StreamSpec, absorbed, mla_decode, mla_extend, mla_extend_expanded
 from pallas_kernels.mosaic_gpu.fit import MIN_JAX
 from pallas_kernels.target import Target
 from pallas_kernels.tuning import AbsorbedParameters
@@ -146,54 +146,38 @@ def test_hopper_extend_equals_float64_with_several_sequences_in_a_block(wide: No
     assert_extend(layout, q, AT, got, U_BF16)
 
 
+OPS = {"decode": mla_decode, "extend": mla_extend, "extend_expanded": mla_extend_expanded}
 MARKS = {"triton": "xla.gpu.triton", "mosaic_gpu": "@mosaic_gpu"}
+CASES = [
+    *(pytest.param("triton", op, latent, id=f"triton-{op}-{latent.__name__}")
+      for op in OPS for latent in (jnp.bfloat16, jnp.float8_e4m3fn)),
+    *(pytest.param("mosaic_gpu", op, jnp.bfloat16, id=f"mosaic_gpu-{op}", marks=hopper) for op in ("decode", "extend")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("latent", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "float8"])
-@pytest.mark.parametrize("name", ["triton", pytest.param("mosaic_gpu", marks=hopper)])
-def test_kernels_are_lowered_to_cuda_and_leave_the_pool_alone(name: str, latent: Any, heads: int) -> None:
-    if name == "mosaic_gpu" and latent != jnp.bfloat16:
-        pytest.skip("the Hopper kernel reads bfloat16")
-    options = {"scale": 0.1, "implementation": name}
-    at = gpu.shape(512, dtype=jnp.int32)
-
-    def decode(q: Any, q_rope: Any, pool: Any, layer: Any, table: Any) -> Any:
-        return mla_decode(q, q_rope, pool, layer, table, **options)
-
-    def extend(q: Any, q_rope: Any, position: Any, sequence: Any, pool: Any, layer: Any, table: Any) -> Any:
-        return mla_extend(q, q_rope, position, sequence, pool, layer, table, **options)
-
-    pool, layer = gpu.pool(latent), gpu.shape(dtype=jnp.int32)
-    texts = [
-        gpu.lowered_text(decode, gpu.shape(64, heads, 512), gpu.shape(64, heads, 64), pool, layer, gpu.table(64, 512)),
-        gpu.lowered_text(
-            extend, gpu.shape(512, heads, 512), gpu.shape(512, heads, 64), at, at, pool, layer, gpu.table(2, 2048)
-        ),
-    ]
-    for text in texts:
-        assert MARKS[name] in text
-        assert not gpu.makers_of_the_pool(text)
+@pytest.mark.parametrize(("name", "op", "latent"), CASES)
+def test_kernels_are_lowered_to_cuda_and_make_nothing_of_the_size_of_the_pool(
+    name: str, op: str, latent: Any, heads: int
+) -> None:
+    run = functools.partial(OPS[op], scale=0.1, implementation=name)
+    text = gpu.lowered_text(lambda *args: run(*args), *gpu.arguments_of(op, latent, heads))
+    assert not gpu.pool_sized(text)
+    kernels = [line for line in text.splitlines() if MARKS[name] in line]
+    assert kernels
+    stream = f"tensor<{gpu.LAYERS}x{gpu.PAGES}x64x512x"
+    assert any(stream in line for line in kernels) == (op != "extend_expanded")  # that one gathers rows first
 
 
-def test_the_expanded_form_is_lowered_to_cuda() -> None:
-    def expanded(q: Any, q_rope: Any, at: Any, key_up: Any, value_up: Any, pool: Any, table: Any) -> Any:
-        return mla_extend_expanded(q, q_rope, at, at, key_up, value_up, pool, 3, table, scale=0.1)
+@pytest.mark.parametrize("name", ["triton", "xla"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda a, layer: -a, lambda a, layer: a + 1, lambda a, layer: jax.lax.dynamic_slice_in_dim(a, layer, 1)],
+    ids=["negated", "added to", "layer sliced out"],
+)
+def test_the_search_for_copies_finds_them(change: Any, name: str) -> None:
+    def run(q: Any, q_rope: Any, pool: LatentPool, layer: Any, table: Any) -> Any:
+        pool = dataclasses.replace(pool, arrays=tuple(change(a, layer) for a in pool.arrays))
+        return mla_decode(q, q_rope, pool, 0, table, scale=0.1, implementation=name)
 
-    text = gpu.lowered_text(
-        expanded, gpu.shape(512, 16, 128), gpu.shape(512, 16, 64), gpu.shape(512, dtype=jnp.int32),
-        gpu.shape(16, 128, 512), gpu.shape(16, 512, 128), gpu.pool(), gpu.table(1, 2048),
-    )  # fmt: skip
-    assert MARKS["triton"] in text
-    assert not gpu.makers_of_the_pool(text)
-
-
-def test_the_search_for_copies_finds_one() -> None:
-    """The control of the two tests above: a layer sliced out before the call, or the pool passed through an op."""
-
-    def copies(q: Any, q_rope: Any, pool: LatentPool, table: Any) -> Any:
-        moved = dataclasses.replace(pool, arrays=tuple(a + 1 for a in pool.arrays))
-        return xla.decode(q, q_rope, moved, 0, table, scale=0.1)
-
-    text = gpu.lowered_text(copies, gpu.shape(4, 16, 512), gpu.shape(4, 16, 64), gpu.pool(), gpu.table(4, 32))
-    assert gpu.makers_of_the_pool(text)
+    assert gpu.pool_sized(gpu.lowered_text(run, *gpu.arguments_of("decode", jnp.bfloat16, 16)))

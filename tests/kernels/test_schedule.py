@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import FragmentTable, fragments_of, pack_fragments
-from pallas_kernels.schedule import Items, Pieces, by_block, decode_items, extend_items, share_out
+from pallas_kernels.schedule import WHOLE_ITEM_GAIN, Items, Pieces, by_block, decode_items, extend_items, share_out
 
 BLOCK_ROWS, ROWS = 4, 16
 INV_FREQ = np.ones(1)
@@ -56,21 +57,51 @@ def covered(pieces: Pieces) -> list[tuple[int, int, int]]:
     return [(p.block[i], p.sequence[i], f) for i in reached for f in range(p.first[i], p.stop[i])]
 
 
-def assert_pieces_of_blocks_are_right(pieces: Pieces, items: Items) -> None:
-    p, counts = jax.tree.map(np.asarray, pieces), np.asarray(items.count)
-    blocks = np.asarray(items.block)
+def assert_pieces_belong_to_their_blocks(pieces: Pieces, items: Items) -> None:
+    p = jax.tree.map(np.asarray, pieces)
+    item_of = {(int(b), int(s)): int(n) for b, s, n in zip(items.block, items.sequence, items.count, strict=True) if n}
     filled = np.nonzero(p.stop > p.first)[0]
+    assert all(p.first[i] >= 0 and p.stop[i] <= item_of[p.block[i], p.sequence[i]] for i in filled)
+    assert (np.diff(p.block) >= 0).all()
+    assert (np.diff(p.block_first) >= 0).all()
+    assert (np.diff(p.block_stop) >= 0).all()
     for n in range(p.block_first.size):
         inside = [i for i in filled if p.block_first[n] <= i < p.block_stop[n]]
         assert inside == [i for i in filled if p.block[i] == n]
+    assert sorted(p.by_size) == list(range(p.first.size))
+    assert set(p.by_size[: filled.size]) == set(filled)
+
+
+def assert_whole_and_finished_are_right(pieces: Pieces, items: Items) -> None:
+    """They are what keeps a block out of the merge: each set only where one piece is everything, and both together."""
+    p = jax.tree.map(np.asarray, pieces)
+    counts, blocks = np.asarray(items.count), np.asarray(items.block)
+    filled = np.nonzero(p.stop > p.first)[0]
+    for n in range(p.block_first.size):
+        inside = [i for i in filled if p.block[i] == n]
         work = counts[blocks == n].sum()
-        whole = len(inside) == 1 and p.stop[inside[0]] - p.first[inside[0]] == work
-        assert bool(p.finished[n]) <= whole
-        assert all(p.whole[i] <= (p.stop[i] - p.first[i] == work) for i in inside)
+        alone = len(inside) == 1 and p.stop[inside[0]] - p.first[inside[0]] == work
+        assert bool(p.finished[n]) <= alone
+        assert all(bool(p.whole[i]) <= alone for i in inside)
         assert bool(p.finished[n]) == any(p.whole[i] for i in inside)
-    order = np.asarray(p.by_size)
-    assert sorted(order) == list(range(order.size))
-    assert set(order[: filled.size]) == set(filled)
+
+
+def loads_of(pieces: Pieces) -> np.ndarray:
+    """Fragments of each program."""
+    size, edges = np.asarray(pieces.stop - pieces.first), np.asarray(pieces.program_first)
+    return np.array([size[a:b].sum() for a, b in itertools.pairwise(edges)])
+
+
+def assert_work_is_shared_evenly(pieces: Pieces, items: Items, programs: int) -> None:
+    """No program has more than its share. Or no item is cut, and rounds of whole ones take no longer, but for what a
+    merge would cost on top."""
+    counts, loads = np.asarray(items.count), loads_of(pieces)
+    share = -(-counts.sum() // programs)
+    if loads.max() <= share and np.count_nonzero(loads) <= programs:
+        return
+    rounds = -(-np.count_nonzero(counts) // programs)
+    assert np.count_nonzero(pieces.stop > pieces.first) == np.count_nonzero(counts)
+    assert rounds * loads.max() <= share + WHOLE_ITEM_GAIN
 
 
 @settings(max_examples=60)
@@ -81,7 +112,9 @@ def test_decode_covers_every_fragment_once(lengths: list[int], blocks: int, prog
         (b * blocks + k, b, f) for b, n in enumerate(lengths) for k in range(blocks) for f in range(-(-n // 64))
     ]
     assert sorted(covered(pieces)) == sorted(expected)
-    assert_pieces_of_blocks_are_right(pieces, items)
+    assert_pieces_belong_to_their_blocks(pieces, items)
+    assert_whole_and_finished_are_right(pieces, items)
+    assert_work_is_shared_evenly(pieces, items, programs)
 
 
 @settings(max_examples=60)
@@ -106,15 +139,27 @@ def test_extend_covers_what_any_row_of_a_block_sees_once(
             last = max(p for s, p in own if s == b)
             expected += [(block, b, f) for f in range(last // 64 + 1 if last >= 0 else 0)]
     assert sorted(covered(pieces)) == sorted(expected)
+    assert_pieces_belong_to_their_blocks(pieces, items)
     if programs is not None:
-        assert_pieces_of_blocks_are_right(pieces, items)
+        assert_whole_and_finished_are_right(pieces, items)
+        assert_work_is_shared_evenly(pieces, items, programs)
+
+
+@settings(max_examples=30)
+@given(padding=st.integers(0, ROWS), positions=st.lists(st.integers(0, 999), min_size=ROWS, max_size=ROWS))
+def test_blocks_of_one_sequence_are_finished_by_their_programs(padding: int, positions: list[int]) -> None:
+    """One item a block, so that nothing is left to merge, and blocks of padding alone are left to be cleared."""
+    position, sequence = jnp.array([-1] * padding + sorted(positions[padding:]), jnp.int32), jnp.zeros(ROWS, jnp.int32)
+    items, pieces = extend_schedule(position, sequence, table_of([1000]), None)
+    assert_pieces_belong_to_their_blocks(pieces, items)
+    assert_whole_and_finished_are_right(pieces, items)
+    seen = np.asarray(position).reshape(-1, BLOCK_ROWS).max(axis=1) >= 0
+    assert np.array_equal(pieces.finished, seen)
 
 
 def test_work_is_shared_evenly_unless_whole_items_do_as_well() -> None:
     _, uneven = decode_schedule(table_of([1000, 64]), 1, 4)
-    ends = np.cumsum(np.asarray(uneven.stop - uneven.first))
-    loads = np.diff([0, *ends[np.asarray(uneven.program_first[1:]) - 1]])
-    assert loads.max() == -(-17 // 4)
+    assert loads_of(uneven).max() == -(-17 // 4)
     _, even = decode_schedule(table_of([1000, 1000]), 1, 2)
     assert np.asarray(even.finished).all()
 
