@@ -176,8 +176,8 @@ def _fold_fragments(
 
 
 def _rope_scores(refs: dict[str, Any], rows: Any, precision: Any) -> Callable[..., jax.Array]:
-    """`scores(page, slots, valid, turn)`: the rotary part of the scores, with the keys turned by the
-    fragment's shift in float32 as they load. Values cannot be sliced or joined here, so both halves are loaded apart."""
+    """`scores(page, slots, valid, turn)`: the rotary part of the scores, with the keys turned by the fragment's
+    shift in float32 as they load. Values cannot be sliced or joined here, so both halves are loaded apart."""
     D = refs["k_r"].shape[-1]
     half = D // 2
     layer = refs["layer"][0]

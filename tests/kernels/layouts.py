@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -96,3 +97,17 @@ def exact_attention(
     total = weights.sum(-1, keepdims=True)
     values = np.broadcast_to(values, (len(q), *values.shape[-2:]))
     return ((weights / total)[:, None] @ values)[:, 0], (top + np.log(total))[:, 0]
+
+
+def double(*arrays: jax.Array) -> np.ndarray:
+    """Joined along the last axis in float64."""
+    return np.concatenate([np.asarray(a).astype(np.float64) for a in arrays], axis=-1)
+
+
+def expand(
+    c_kv: np.ndarray, k_r: np.ndarray, key_up: np.ndarray, value_up: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys `[H, S, N+D]` and values `[H, S, W]` of each head, from latents `[S, R]` and rotary keys `[S, D]`."""
+    up = np.einsum("sr,hnr->hsn", c_kv, key_up)
+    keys = np.concatenate([up, np.broadcast_to(k_r, (len(up), *k_r.shape))], axis=-1)
+    return keys, np.einsum("sr,hrw->hsw", c_kv, value_up)

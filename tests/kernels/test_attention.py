@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 
 from pallas_kernels import FragmentTable, mla_decode, mla_extend, mla_extend_expanded
-from tests.kernels.layouts import LAYER, SCALE, D, Layout, R, exact_attention, poisoned_pool, random_layout
+from tests.kernels.layouts import (
+    LAYER,
+    SCALE,
+    D,
+    Layout,
+    R,
+    double,
+    exact_attention,
+    expand,
+    poisoned_pool,
+    random_layout,
+)
 from tests.support.tolerance import U32, U_BF16, attention_tolerance
 
 LENGTHS = (0, 1, 63, 64, 65, 511, 512, 513, 1025)
@@ -29,23 +40,18 @@ def queries(count: int, heads: int, *, seed: int, dtype=jnp.float32) -> tuple[ja
     return latent, rope
 
 
-def wide(*arrays: jax.Array) -> np.ndarray:
-    """Joined along the last axis in float64."""
-    return np.concatenate([np.asarray(a).astype(np.float64) for a in arrays], axis=-1)
-
-
 def assert_decode_is_exact(layout: Layout, q: tuple[jax.Array, jax.Array], unit: float) -> None:
     out, lse = (np.asarray(a) for a in decode(q_latent=q[0], q_rope=q[1], pool=layout.pool, table=layout.table))
     assert out.dtype == lse.dtype == np.float32
     for b, length in enumerate(map(len, layout.rows)):
         c_kv, k_r = layout.keys(b)
         keys = np.concatenate([c_kv, k_r], axis=-1)
-        expected, expected_lse = exact_attention(wide(*q)[b], keys, c_kv)
+        expected, expected_lse = exact_attention(double(*q)[b], keys, c_kv)
         if not length:
             assert (out[b] == 0).all()
             assert (lse[b] == -np.inf).all()
             continue
-        tolerance = attention_tolerance(wide(*q)[b], keys, c_kv, SCALE, unit=unit)
+        tolerance = attention_tolerance(double(*q)[b], keys, c_kv, SCALE, unit=unit)
         assert np.abs(out[b] - expected).max() <= tolerance
         assert np.abs(lse[b] - expected_lse).max() <= tolerance
 
@@ -114,10 +120,10 @@ def assert_extend_is_exact(heads: int, dtype, unit: float, *, expanded: bool) ->
     if expanded:
         q_nope = q_latent[..., :24]
         out, lse = extend_expanded(q_nope=q_nope, key_up=key_up, value_up=value_up, **common)
-        q = wide(q_nope, q_rope)
+        q = double(q_nope, q_rope)
     else:
         out, lse = extend(q_latent=q_latent, **common)
-        q = wide(q_latent, q_rope)
+        q = double(q_latent, q_rope)
     out, lse = np.asarray(out), np.asarray(lse)
     for i, (p, b) in enumerate(zip(position, sequence, strict=True)):
         if p < 0:
@@ -127,9 +133,7 @@ def assert_extend_is_exact(heads: int, dtype, unit: float, *, expanded: bool) ->
         c_kv, k_r = (part[: p + 1] for part in layout.keys(b))
         keys, values = np.concatenate([c_kv, k_r], axis=-1), c_kv
         if expanded:
-            up = np.einsum("sr,hnr->hsn", c_kv, wide(key_up))
-            keys = np.concatenate([up, np.broadcast_to(k_r, (heads, *k_r.shape))], axis=-1)
-            values = np.einsum("sr,hrw->hsw", c_kv, wide(value_up))
+            keys, values = expand(c_kv, k_r, double(key_up), double(value_up))
         expected, expected_lse = exact_attention(q[i], keys, values)
         tolerance = attention_tolerance(q[i], keys, values, SCALE, unit=unit)
         assert np.abs(out[i] - expected).max() <= tolerance
@@ -170,7 +174,7 @@ def test_partial_results_merge_by_their_natural_log_sum_exp() -> None:
     assert (np.isfinite(whole_lse) == some).all()
     merged = sum(o[some] * np.exp(part[some] - lse[some])[:, None] for o, part in parts)
     keys, values = np.ones((1025, R + D)), np.ones((1025, R))  # unit variance, the longest member
-    tolerance = 2 * attention_tolerance(wide(*q), keys, values, SCALE)
+    tolerance = 2 * attention_tolerance(double(*q), keys, values, SCALE)
     assert np.abs(merged - whole[some]).max() <= tolerance
     assert np.abs(lse[some] - whole_lse[some]).max() <= tolerance
 

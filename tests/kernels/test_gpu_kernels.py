@@ -20,7 +20,7 @@ from pallas_kernels.target import Target
 from pallas_kernels.tuning import AbsorbedParameters
 from tests.kernels import gpu_lowering as gpu
 from tests.kernels import layouts
-from tests.kernels.layouts import LAYER, SCALE, Layout, exact_attention, random_layout
+from tests.kernels.layouts import LAYER, SCALE, Layout, double, exact_attention, random_layout
 from tests.support.tolerance import U32, U_BF16, attention_tolerance
 
 hopper = pytest.mark.skipif(jax.__version_info__ < MIN_JAX, reason="the Hopper kernel needs jax 0.11.2")
@@ -41,10 +41,6 @@ def resize(monkeypatch: pytest.MonkeyPatch, R: int, D: int) -> None:
 
 def normal(*shape: int, dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def double(*arrays: jax.Array) -> np.ndarray:
-    return np.concatenate([np.asarray(a).astype(np.float64) for a in arrays], axis=-1)
 
 
 def assert_decode(layout: Layout, q: tuple[jax.Array, jax.Array], got: Any, unit: float) -> None:

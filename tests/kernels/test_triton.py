@@ -14,8 +14,8 @@ from pallas_kernels.target import Target
 from pallas_kernels.triton import MERGE_TILE
 from pallas_kernels.tuning import AbsorbedParameters
 from tests.kernels import layouts
-from tests.kernels.layouts import LAYER, SCALE, exact_attention, random_layout
-from tests.kernels.test_gpu_kernels import AT, LENGTHS, assert_decode, double, normal, resize
+from tests.kernels.layouts import LAYER, SCALE, double, exact_attention, expand, random_layout
+from tests.kernels.test_gpu_kernels import AT, LENGTHS, assert_decode, normal, resize
 from tests.support.tolerance import U32, U_BF16, attention_tolerance
 
 R, D, N, W = 64, 32, 32, 16
@@ -67,9 +67,7 @@ def test_expanded_equals_float64(
             assert np.isneginf(lse[i]).all()
             continue
         c_kv, k_r = (part[: position + 1] for part in layout.keys(b))
-        up = np.einsum("sr,hnr->hsn", c_kv, double(key_up))
-        keys = np.concatenate([up, np.broadcast_to(k_r, (heads, *k_r.shape))], axis=-1)
-        values = np.einsum("sr,hrw->hsw", c_kv, double(value_up))
+        keys, values = expand(c_kv, k_r, double(key_up), double(value_up))
         expected, expected_lse = exact_attention(q[i], keys, values)
         tolerance = attention_tolerance(q[i], keys, values, SCALE, unit=unit)
         assert np.abs(out[i] - expected).max() <= tolerance
